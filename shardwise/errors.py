@@ -1,0 +1,40 @@
+"""The errors that a user sees: one message, with the value, the rule and the nearest remedy."""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base of the errors that are shown to the user without a traceback.
+
+    Args:
+        value: what was given, with its name (``strategy.tp = 4``).
+        rule: the rule that it breaks.
+        remedy: the nearest thing that works.
+    """
+
+    exit_code = 2
+
+    def __init__(self, value: str, rule: str, remedy: str = "") -> None:
+        self.value, self.rule, self.remedy = value, rule, remedy
+        super().__init__(f"{value}: {rule}" + (f". {remedy}" if remedy else ""))
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.value, self.rule, self.remedy)
+
+
+class ConfigError(ShardwiseError):
+    """A key, a value or an input file that cannot be used as it is given."""
+
+
+class PlanError(ShardwiseError):
+    """A strategy that this model, batch or number of devices cannot be split by."""
+
+
+class CheckpointError(ShardwiseError):
+    """Weights, a checkpoint or an export that is incomplete, foreign or does not fit."""
+
+
+class LaunchError(ShardwiseError):
+    """A rank that died, or a job that could not be started."""
+
+    exit_code = 3

@@ -1,0 +1,148 @@
+"""``run.yaml`` as frozen data: every key of the contract, with its default.
+
+The classes hold what the user said; the rules between keys are in :mod:`shardwise.spec.rules`,
+the split that follows from them in :mod:`shardwise.spec.strategy`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataConfig(_Section):
+    """Where the rows come from, and in which order they are used."""
+
+    train: str | None = None
+    eval: str | None = None
+    val_size: float | None = None
+    max_samples: PositiveInt | None = None
+    format: Literal["auto", "tokens", "messages"] = "auto"
+    max_length: PositiveInt | None = None
+    on_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    packing: bool = False
+    shuffle: bool = True
+    seed: NonNegativeInt | None = None  # None: train.seed
+    drop_last: bool = False
+    on_bad_rows: Literal["refuse", "skip"] = "refuse"
+
+
+class TrainConfig(_Section):
+    """The mathematics of the run: batch, optimizer, schedule of the learning rate, seed."""
+
+    global_batch_size: PositiveInt | None = None  # None: 8, or what gradient_accumulation_steps gives
+    gradient_accumulation_steps: PositiveInt | None = None
+    epochs: PositiveInt | None = None  # None: 3, unless max_steps is given
+    max_steps: PositiveInt | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: NonNegativeFloat = 5e-5
+    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_steps: NonNegativeInt = 0
+    warmup_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    adam_eps: float = Field(default=1e-8, gt=0.0)
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
+    max_grad_norm: NonNegativeFloat | None = 1.0  # None or 0: no clipping
+    precision: Literal["fp32", "bf16"] | None = None
+    compile: bool = False
+    seed: NonNegativeInt = 42
+    on_nan: Literal["stop", "skip"] = "stop"
+    early_stopping_patience: PositiveInt | None = None
+
+
+class StrategyConfig(_Section):
+    """The split as given; a missing degree is filled by :func:`shardwise.spec.strategy.resolve`."""
+
+    pp: PositiveInt | None = None
+    tp: PositiveInt | None = None
+    dp: PositiveInt | None = None
+    dp_replicate: PositiveInt | None = None
+    dp_shard: PositiveInt | None = None
+    reshard: bool | None = None
+    cp: PositiveInt | None = None
+    ep: PositiveInt | None = None
+    sequence_parallel: bool = False
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    virtual_stages: PositiveInt | None = None
+    micro_batch_size: PositiveInt | None = None
+    recompute: Literal["none", "selective", "full"] | NonNegativeInt = "none"
+    stages: tuple[PositiveInt, ...] | None = None
+    plan: str | None = None
+
+
+class LoraConfig(_Section):
+    """Low-rank adapters (not available in this version)."""
+
+    r: PositiveInt = 8
+    alpha: float = 16.0
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    target_modules: str | tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] = ()
+
+
+class SaveConfig(_Section):
+    """When checkpoints are written, and how many stay."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    strategy: Literal["no", "steps", "epoch"] = "no"
+    steps: PositiveInt | None = None
+    keep: PositiveInt = 3
+    best: str = "no"
+    async_: bool = Field(default=False, alias="async")
+    export: bool = True
+    grace_seconds: NonNegativeFloat = 600.0
+
+
+class EvalConfig(_Section):
+    """When the evaluation rows are run, and how many at once over all data ranks."""
+
+    strategy: Literal["no", "steps", "epoch"] = "no"
+    steps: PositiveInt | None = None
+    batch_size: PositiveInt | None = None  # None: the training batch
+
+
+class LogConfig(_Section):
+    """What is written to the terminal and to ``metrics.jsonl``."""
+
+    steps: PositiveInt = 1
+    rows: bool = False
+    report_to: str | tuple[str, ...] | None = None
+    profile_steps: str | None = None
+
+
+class RunConfig(_Section):
+    """A whole ``run.yaml``."""
+
+    model: str
+    tokenizer: str | None = None
+    model_init: Literal["pretrained", "random"] = "pretrained"
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+    models_dir: str | None = None
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    lora: LoraConfig | None = None
+    use_lora: bool = False
+    save: SaveConfig = SaveConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    resume: str = "no"
+    overwrite: bool = False
+    restarts: NonNegativeInt = 0
+    output_dir: str = "output"
+    devices: PositiveInt | None = None
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    nnodes: PositiveInt = 1
+    node_rank: NonNegativeInt = 0
+    rdzv_endpoint: str | None = None
+    cluster: str | None = None
