@@ -1,0 +1,119 @@
+"""Random initial values that do not depend on the layout.
+
+A parameter is drawn in chunks of 1,024 rows, each by its own counter-based generator (Philox), keyed by
+(seed, name, chunk). A rank draws the chunks that its slice touches and keeps its part, so every layout
+starts from the same bits. The distribution is the one that the model's own ``_init_weights`` asks for:
+it is run on meta tensors, and what it calls is recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as hf_init
+
+from shardwise.errors import PlanError
+from shardwise.models.shard import Shard
+
+ROWS_PER_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """``normal(mean, std)`` or a constant; ``zero_row`` is the padding row of an embedding."""
+
+    mean: float
+    std: float
+    zero_row: int | None = None
+
+
+def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
+    """Parameter name -> distribution, as the model's ``_init_weights`` would draw it.
+
+    Args:
+        model: on the meta device, before any split. Its parameters are not changed.
+
+    Raises:
+        PlanError: a parameter whose initialisation is neither normal nor constant.
+    """
+    found: dict[int, Distribution] = {}
+    with _recorded(found):
+        for module in model.modules():
+            model._init_weights(module)
+    result = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in found:
+            raise PlanError(f"model_init = random, {name}", "its initial distribution is not known", "Use pretrained")
+        result[name] = found[id(parameter)]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            drawn = result[f"{name}.weight"]
+            result[f"{name}.weight"] = Distribution(drawn.mean, drawn.std, module.padding_idx)
+    return result
+
+
+@contextmanager
+def _recorded(found: dict[int, Distribution]) -> Iterator[None]:
+    """Within it, the functions of ``transformers.initialization`` note what they are asked and draw nothing."""
+
+    def normal(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: object) -> torch.Tensor:
+        found[id(tensor)] = Distribution(mean, std)
+        return tensor
+
+    def constant(tensor: torch.Tensor, value: float) -> torch.Tensor:
+        found[id(tensor)] = Distribution(value, 0.0)
+        return tensor
+
+    replacements: dict[str, Callable[..., torch.Tensor]] = {
+        "normal_": normal,
+        "constant_": constant,
+        "zeros_": lambda tensor: constant(tensor, 0.0),
+        "ones_": lambda tensor: constant(tensor, 1.0),
+        "copy_": lambda tensor, *_: tensor,
+    }
+    saved = {name: getattr(hf_init, name) for name in replacements}
+    try:
+        for name, function in replacements.items():
+            setattr(hf_init, name, function)
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(hf_init, name, function)
+
+
+def draw(shape: tuple[int, ...], rows: tuple[int, int], name: str, seed: int, dist: Distribution) -> np.ndarray:
+    """Rows ``rows`` (half-open, of dim 0) of the parameter ``name``, float32 [rows, *shape[1:]]."""
+    start, stop = rows
+    out = np.full((stop - start, *shape[1:]), dist.mean, dtype=np.float32)
+    if dist.std != 0.0:
+        for chunk in range(start // ROWS_PER_CHUNK, -(-stop // ROWS_PER_CHUNK)):
+            first = chunk * ROWS_PER_CHUNK
+            last = min(first + ROWS_PER_CHUNK, shape[0])
+            key = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()[:16]
+            generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+            values = generator.standard_normal((last - first, *shape[1:]), dtype=np.float32)
+            low, high = max(start, first), min(stop, last)
+            out[low - start : high - start] += values[low - first : high - first] * np.float32(dist.std)
+    if dist.zero_row is not None and start <= dist.zero_row % shape[0] < stop:
+        out[dist.zero_row % shape[0] - start] = 0.0
+    return out
+
+
+@torch.no_grad()
+def fill_random(shards: Iterable[Shard], dists: dict[str, Distribution], seed: int) -> None:
+    """Fill every shard with its part of the random initial values."""
+    for shard in shards:
+        layout = shard.layout
+        start, stop = layout.ranges[0]
+        for first in range(start, stop, ROWS_PER_CHUNK):  # one chunk in memory at a time
+            last = min(first + ROWS_PER_CHUNK, stop)
+            values = draw(layout.shape, (first, last), layout.source, seed, dists[layout.source])
+            part = torch.from_numpy(np.ascontiguousarray(values[(slice(None), *layout.slices[1:])]))
+            shard.data[first - start : last - start].copy_(part)

@@ -1,0 +1,45 @@
+"""``parallelize``: one ordered list of steps from a model on meta to this rank's part of it."""
+
+from __future__ import annotations
+
+
+from transformers import PreTrainedModel
+
+from shardwise.models.build import materialise, recompute_buffers
+from shardwise.models.shard import Shard
+from shardwise.models.sharding import ShardingTable, published_table
+from shardwise.models.structure import find_structure
+from shardwise.parallel.fsdp import apply_fsdp
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.pipeline import cut_stage, tied_group
+from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.tensor import apply_tensor
+
+
+def parallelize(model: PreTrainedModel, mesh: Mesh) -> tuple[ParallelModel, ShardingTable]:
+    """Split a model that is on the meta device; every step is a no-op at degree 1.
+
+    The order matters: adapters and cuts change modules, so they come before the split of weights;
+    recomputation wraps blocks inside of what FSDP hooks around them; memory is taken last, for this
+    rank's slices alone.
+
+    Returns:
+        The parallel model with uninitialised weights (buffers are filled) and the sharding table used.
+
+    Raises:
+        PlanError: a structure or a module that this strategy cannot split.
+    """
+    strategy = mesh.strategy
+    structure = find_structure(model)
+    table = published_table(model, structure, strategy.tp)
+    stage, layouts = cut_stage(model, structure, mesh)
+    layouts = apply_tensor(model, table, mesh, layouts)
+    apply_recompute(stage.blocks, strategy.recompute)
+    layouts = apply_fsdp(stage, stage.blocks, mesh, layouts)
+    materialise(stage, mesh.device)
+    recompute_buffers(model)
+    shards = [Shard(layouts[name], parameter) for name, parameter in model.named_parameters()]
+    return ParallelModel(stage, shards, mesh, tied_group(structure, mesh)), table
+
+

@@ -1,0 +1,35 @@
+"""The norm of the whole gradient, each element counted once, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.models.shard import Shard
+
+
+def owned_squared_norm(shards: Iterable[Shard]) -> torch.Tensor:
+    """Sum of squares, in float64, of the gradient elements that this rank owns; a scalar on the CPU.
+
+    The sum over all ranks is the squared norm of the whole gradient: replicated, tied and sharded
+    elements have exactly one owner (:class:`shardwise.spec.layout.ParamLayout`).
+    """
+    norms = [
+        torch.linalg.vector_norm(shard.grad, dtype=torch.float64)
+        for shard in shards
+        if shard.layout.owned and shard.grad is not None and shard.grad.numel()
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(norms).square().sum().cpu()
+
+
+@torch.no_grad()
+def clip_gradients(shards: Iterable[Shard], norm: float, max_norm: float | None) -> None:
+    """Scale all local gradients by ``max_norm / norm`` where the norm is above ``max_norm``."""
+    if not max_norm or norm <= max_norm:
+        return
+    gradients = [shard.grad for shard in shards if shard.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, max_norm / norm)

@@ -1,0 +1,46 @@
+"""The two differentiable collectives of tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053, f and g)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        partial = partial.contiguous()
+        dist.all_reduce(partial, group=group)  # in place: the partial sum has no other reader
+        ctx.mark_dirty(partial)
+        return partial
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].contiguous()
+        if grad is grads[0]:
+            grad = grad.clone()  # autograd may hand the same tensor to another reader
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_forward(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum of the ranks' partial results (overwrites ``partial``); the gradient passes through."""
+    return _SumForward.apply(partial, group)
+
+
+def sum_backward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``x`` unchanged; its gradient, of which each rank has its share, is summed over the ranks."""
+    return _SumBackward.apply(x, group)

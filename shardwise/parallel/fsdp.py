@@ -1,0 +1,50 @@
+"""Sharded data parallelism (ZeRO-2 and ZeRO-3) by FSDP2: parameters, gradients and optimizer state cut by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from shardwise.parallel.mesh import Mesh
+from shardwise.spec.layout import ParamLayout, chunk_range
+
+
+def apply_fsdp(
+    stage: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, layouts: dict[str, ParamLayout]
+) -> dict[str, ParamLayout]:
+    """Shard each block, then the rest of the stage, over ``dp_shard``; a no-op at degree 1.
+
+    With ``dp_replicate`` above 1 FSDP2 sums the gradients over the replicas too (HSDP). The gradients
+    are summed, not averaged: the loss is already divided by the global number of tokens.
+    """
+    strategy = mesh.strategy
+    if strategy.dp_shard == 1:
+        return layouts
+    axes = ("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)
+    fsdp_mesh = mesh.device_mesh[axes]
+    for block in blocks:
+        fully_shard(block, mesh=fsdp_mesh, reshard_after_forward=strategy.reshard)
+    # The root's weights (embedding, head, final norm) are needed at both ends of a pass: they stay gathered.
+    fully_shard(stage, mesh=fsdp_mesh, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # Plain sums first: a factor alone asks gloo for a reduction that it does not have.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    rank = mesh.coordinate("dp_shard")
+    return {name: _sharded(layout, strategy.dp_shard, rank) for name, layout in layouts.items()}
+
+
+def _sharded(layout: ParamLayout, parts: int, rank: int) -> ParamLayout:
+    rows = layout.local_shape[0]
+    return replace(layout, shard_range=chunk_range(rows, parts, rank))
+
+
+def set_last_micro_batch(stage: nn.Module, last: bool) -> None:
+    """Without a pipeline: gradients are reduced in the backward pass of the step's last micro-batch only."""
+    if isinstance(stage, FSDPModule):
+        stage.set_is_last_backward(last)
+        stage.set_requires_gradient_sync(last)

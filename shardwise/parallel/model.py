@@ -1,0 +1,115 @@
+"""A model under a plan: one object whose step looks the same however it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.models.shard import Shard
+from shardwise.parallel.clip import owned_squared_norm
+from shardwise.parallel.engine import PipelineEngine, StageShapes
+from shardwise.parallel.fsdp import set_last_micro_batch
+from shardwise.parallel.loss import token_loss_sum
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Stage
+from shardwise.parallel.replicate import sum_gradients, tied_shards
+from shardwise.spec.layout import chunk_range
+
+
+class ParallelModel:
+    """One rank's part of the model, and the passes over a step's micro-batches.
+
+    All batches are three int64 tensors [micro-batches, rows, length]: ids, shifted targets (-100: not
+    supervised) and position ids. They are equal on the tensor and pipeline ranks of a data rank.
+    """
+
+    def __init__(
+        self, stage: Stage, shards: Sequence[Shard], mesh: Mesh, tied_group: dist.ProcessGroup | None
+    ) -> None:
+        self.stage, self.shards, self.mesh = stage, tuple(shards), mesh
+        self.tied_group = tied_group
+        config = stage.model.config.get_text_config()
+        self._hidden_size: int = config.hidden_size
+        self._dtype: torch.dtype = stage.model.dtype
+        self._vocab = chunk_range(config.vocab_size, mesh.size("tp"), mesh.coordinate("tp"))
+        self._tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+        self._engine = (
+            PipelineEngine(stage, mesh.strategy.schedule, mesh.group("pp"), mesh.device) if mesh.size("pp") > 1 else None
+        )
+
+    def forward_backward(self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> float:
+        """Add the gradient of (sum of token losses) / ``num_tokens`` to the parameters.
+
+        Args:
+            num_tokens: supervised tokens of the whole step, over all data ranks; at least 1.
+
+        Returns:
+            This rank's share of the step's loss: the shares of all ranks sum to it.
+        """
+        loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
+        sum_gradients(self.shards, self.mesh, self.tied_group)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> float:
+        """This rank's share of the sum of token losses; no gradients, no dropout."""
+        self.stage.eval()
+        try:
+            return self._run(ids, targets, positions, 1.0, backward=False)
+        finally:
+            self.stage.train()
+
+    def squared_norm(self) -> float:
+        """This rank's share of the squared norm of the whole gradient."""
+        return float(owned_squared_norm(self.shards))
+
+    def zero_grad(self) -> None:
+        for shard in self.shards:
+            shard.parameter.grad = None
+
+    def num_owned_parameters(self) -> int:
+        return sum(shard.data.numel() for shard in self.shards if shard.layout.owned)
+
+    def tied_copies_agree(self) -> bool:
+        """Whether the two copies of a tied weight hold the same bits (True where this rank holds none)."""
+        for shard in tied_shards(self.shards) if self.tied_group is not None else []:
+            values = shard.data.view(torch.int32 if shard.data.element_size() == 4 else torch.int16).to(torch.int64)
+            extremes = torch.stack([values.sum(), -values.sum()])
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.tied_group)
+            if int(extremes[0]) != -int(extremes[1]):
+                return False
+        return True
+
+    def _loss(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+        return token_loss_sum(logits, targets, self._vocab[0], self._tp_group) * scale
+
+    def _run(
+        self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, scale: float, *, backward: bool
+    ) -> float:
+        if self._engine is None:
+            losses = self._run_without_pipeline(ids, targets, positions, scale, backward)
+        else:
+            num_micro_batches, rows, length = ids.shape
+            local_vocab = self._vocab[1] - self._vocab[0]
+            shapes = StageShapes(rows, length, num_micro_batches, self._hidden_size, local_vocab, self._dtype)
+            losses = self._engine.run(
+                shapes, ids, targets, positions, lambda output, target: self._loss(output, target, scale), backward
+            )
+        if not self.mesh.counts_loss:
+            return 0.0
+        return float(torch.stack([loss.detach().double() for loss in losses]).sum())
+
+    def _run_without_pipeline(
+        self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, scale: float, backward: bool
+    ) -> list[torch.Tensor]:
+        losses = []
+        for index in range(len(ids)):
+            if backward:
+                set_last_micro_batch(self.stage, index == len(ids) - 1)
+            loss = self._loss(self.stage(ids[index], positions[index]), targets[index], scale)
+            if backward:
+                loss.backward()
+            losses.append(loss.detach())
+        return losses

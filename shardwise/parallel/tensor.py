@@ -1,0 +1,218 @@
+"""Tensor parallelism: modules compute on their local weights, with one collective where the table says so.
+
+A split module keeps its class, its names and its place; its parameters become the local slices and its
+``forward`` becomes one of the functions below. The gradient of an input that several column modules
+share (q, k and v; gate and up) is summed over the ranks once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import PlanError
+from shardwise.models.sharding import ShardingTable, Style
+from shardwise.parallel.collectives import sum_backward, sum_forward
+from shardwise.parallel.mesh import Mesh
+from shardwise.spec.layout import ParamLayout, chunk_range
+
+_SPLIT_DIM = {
+    Style.COLUMN: 0,
+    Style.VOCAB_EMBEDDING: 0,
+    Style.VOCAB_HEAD: 0,
+    Style.ROW: 1,
+}
+
+
+class SharedInput:
+    """Wraps an input once for all column modules that read it, so that its gradient is summed once.
+
+    ``readers`` modules read each input one after the other; the wrapped tensor is let go after the last.
+    """
+
+    def __init__(self, readers: int, group: dist.ProcessGroup) -> None:
+        self.readers, self.group = readers, group
+        self._source: torch.Tensor | None = None
+        self._wrapped: torch.Tensor | None = None
+        self._reads = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._source is not x or self._wrapped is None:
+            self._source, self._wrapped, self._reads = x, sum_backward(x, self.group), 0
+        wrapped = self._wrapped
+        self._reads += 1
+        if self._reads == self.readers:
+            self._source = self._wrapped = None
+        return wrapped
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a local forward needs to know of the tensor axis and of the attention heads."""
+
+    group: dist.ProcessGroup
+    degree: int
+    rank: int
+    num_heads: int
+    num_kv_heads: int
+
+    def kv_rows(self, module: nn.Linear) -> slice:
+        """Rows of the key/value head that this rank's query heads attend to (more ranks than such heads)."""
+        rows = module.weight.shape[0] // self.num_kv_heads
+        head = self.rank * self.num_kv_heads // self.degree
+        return slice(head * rows, (head + 1) * rows)
+
+
+def apply_tensor(
+    model: PreTrainedModel, table: ShardingTable, mesh: Mesh, layouts: dict[str, ParamLayout]
+) -> dict[str, ParamLayout]:
+    """Split ``model`` (on meta) over the tensor axis by ``table``; a no-op at degree 1.
+
+    Args:
+        layouts: module parameter name -> layout so far (whole parameters).
+
+    Returns:
+        The layouts with the tensor axis filled in.
+
+    Raises:
+        PlanError: a style that the module's class does not allow.
+    """
+    if table.degree == 1:
+        return layouts
+    config = model.config.get_text_config()
+    context = _Context(
+        mesh.group("tp"), table.degree, mesh.coordinate("tp"), config.num_attention_heads, config.num_key_value_heads
+    )
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if name in table.styles and any(True for _ in module.parameters(recurse=False))  # not on another stage
+    }
+    layouts = _split_parameters(model, modules, table, context, layouts)
+    for parent, siblings in _by_parent(modules).items():
+        styles = {name: table.styles[name] for name in siblings}
+        readers = sum(style in (Style.COLUMN, Style.KV_SLICE) for style in styles.values())
+        shared = SharedInput(readers, context.group)
+        for name, style in styles.items():
+            _set_forward(name, modules[name], style, context, shared)
+        if Style.KV_SLICE in styles.values():
+            # One key/value head serves all query heads of this rank.
+            model.get_submodule(parent).num_key_value_groups = context.num_heads // context.degree
+    return layouts
+
+
+def _split_parameters(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    table: ShardingTable,
+    context: _Context,
+    layouts: dict[str, ParamLayout],
+) -> dict[str, ParamLayout]:
+    """Replace the parameters of ``modules`` by their slices. A tied weight is cut once and stays one object."""
+    cut: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    split: dict[str, ParamLayout] = {}
+    for module_name, module in modules.items():
+        for short, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in cut:
+                name = names[id(parameter)]
+                split[name] = _layout(layouts[name], table.styles[module_name], context)
+                cut[id(parameter)] = _cut(parameter, split[name])
+            module._parameters[short] = cut[id(parameter)]
+    merged = layouts | split
+    # What the tensor axis does not cut is replicated over it and owned by its first rank.
+    return {
+        name: layout if layout.tp_dim is not None else replace(layout, owned=layout.owned and context.rank == 0)
+        for name, layout in merged.items()
+    }
+
+
+def _layout(layout: ParamLayout, style: Style, context: _Context) -> ParamLayout:
+    dim = _SPLIT_DIM.get(style)
+    if dim is None:  # whole on every rank, which sees only its heads
+        return replace(layout, tp_partial=True)
+    if dim >= len(layout.shape):  # the bias of a row module is whole on every rank
+        return layout
+    return replace(layout, tp_dim=dim, tp_range=chunk_range(layout.shape[dim], context.degree, context.rank))
+
+
+def _cut(parameter: nn.Parameter, layout: ParamLayout) -> nn.Parameter:
+    empty = torch.empty(layout.local_shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _by_parent(names: Iterable[str]) -> dict[str, list[str]]:
+    parents: dict[str, list[str]] = {}
+    for name in names:
+        parents.setdefault(name.rpartition(".")[0], []).append(name)
+    return parents
+
+
+def _set_forward(name: str, module: nn.Module, style: Style, context: _Context, shared: SharedInput) -> None:
+    if style is Style.PARTIAL:
+        return  # computes as it is; only its gradient is summed
+    expected: type[nn.Module] = nn.Embedding if style is Style.VOCAB_EMBEDDING else nn.Linear
+    if type(module) is not expected:
+        raise PlanError(
+            f"strategy.tp = {context.degree}", f"{name} is a {type(module).__name__}, not a {expected.__name__}", "tp=1"
+        )
+    module.forward = {  # type: ignore[method-assign]
+        Style.COLUMN: _column_forward,
+        Style.VOCAB_HEAD: _head_forward,
+        Style.ROW: _row_forward,
+        Style.KV_SLICE: _kv_slice_forward,
+        Style.VOCAB_EMBEDDING: _embedding_forward,
+    }[style](module, context, shared)
+
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _column_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(shared(x), module.weight, module.bias)
+
+    return forward
+
+
+def _head_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(sum_backward(x, context.group), module.weight, module.bias)
+
+    return forward
+
+
+def _row_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = sum_forward(F.linear(x, module.weight), context.group)
+        return out if module.bias is None else out + module.bias  # once, not once a rank
+
+    return forward
+
+
+def _kv_slice_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+    rows = context.kv_rows(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(shared(x), module.weight[rows], None if module.bias is None else module.bias[rows])
+
+    return forward
+
+
+def _embedding_forward(module: nn.Embedding, context: _Context, shared: SharedInput) -> Forward:
+    start, stop = chunk_range(module.num_embeddings, context.degree, context.rank)
+    padding = module.padding_idx
+    local_padding = padding - start if padding is not None and start <= padding < stop else None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        foreign = (ids < start) | (ids >= stop)
+        rows = F.embedding((ids - start).masked_fill(foreign, 0), module.weight, padding_idx=local_padding)
+        return sum_forward(rows.masked_fill(foreign.unsqueeze(-1), 0.0), context.group)
+
+    return forward

@@ -1,0 +1,116 @@
+"""Run a function on several ranks of this machine, for tests of parallel code.
+
+Ranks are forked from one server process that has torch and transformers imported: a rank starts in
+well under a second, where a fresh process takes many. They talk over gloo and a file store, so no port
+is taken, and nothing outlives the call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the message holds the traceback of the first one that did."""
+
+
+def run_distributed(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``function(rank, *args)`` on ``num_ranks`` processes of one gloo group.
+
+    Args:
+        function: importable by name; its arguments and its result are pickled.
+        timeout: seconds after which all ranks are killed.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RankError: a rank raised, died, or the time was up.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="shardwise-test-") as folder:
+        processes: list[BaseProcess] = []
+        receivers: list[Connection] = []
+        try:
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main, args=(function, rank, num_ranks, f"{folder}/store", sender, args), daemon=True
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                receivers.append(receiver)
+            return _collect(receivers, processes, time.monotonic() + timeout, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(
+    receivers: Sequence[Connection], processes: Sequence[BaseProcess], deadline: float, timeout: float
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = pending.pop(receiver)
+            try:
+                ok, value = pickle.loads(receiver.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                processes[rank].join(5)
+                raise RankError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
+            if not ok:
+                raise RankError(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _rank_main(
+    function: Callable[..., Any], rank: int, num_ranks: int, store: str, sender: Connection, args: tuple[Any, ...]
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+        # Plain bytes: a tensor sent as such would live in shared memory that ends with this process.
+        sender.send_bytes(pickle.dumps((True, function(rank, *args))))
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        sender.close()
+        # The peers of a rank that raised sit in a collective; leaving without a goodbye frees them.
+        os._exit(0)
+
