@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -46,19 +46,28 @@ def _opened(file: Path) -> safe_open:
         raise CheckpointError(str(file), f"not a readable safetensors file ({error})", "Copy it again") from error
 
 
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Dtype of a folder's first tensor, in which an export is written too; None without weights."""
+    if not any(folder.glob("*.safetensors")):
+        return None
+    name, file = next(iter(tensor_files(folder).items()))
+    with _opened(file) as handle:
+        return handle.get_slice(name)[:0].dtype  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
-def load_slices(folder: Path, shards: Iterable[Shard], expected: Iterable[str]) -> None:
+def load_slices(folder: Path, shards: Iterable[Shard], expected: Collection[str], aliases: Collection[str] = ()) -> None:
     """Fill ``shards`` with their slices of a folder's tensors, converted to each shard's dtype.
 
     Args:
-        expected: names of all parameters of the whole model, on whatever rank: a tensor that is none of
-            them, and a parameter without a tensor, is refused.
+        expected: names of all parameters of the whole model, on whatever rank.
+        aliases: further names that a file may hold: those of tied copies.
 
     Raises:
-        CheckpointError: names or shapes that do not match.
+        CheckpointError: a parameter without a tensor, a tensor without a parameter, or another shape.
     """
     files = tensor_files(folder)
-    _check_names(folder, set(files), set(expected))
+    _check_names(folder, set(files), set(expected), set(aliases))
     by_file: dict[Path, list[Shard]] = {}
     for shard in shards:
         by_file.setdefault(files[shard.layout.source], []).append(shard)
@@ -69,15 +78,20 @@ def load_slices(folder: Path, shards: Iterable[Shard], expected: Iterable[str]) 
                 shape = tuple(view.get_shape())
                 if shape != shard.layout.shape:
                     raise CheckpointError(
-                        f"{shard.layout.source} in {file}", f"has shape {shape}, the model {shard.layout.shape}"
+                        f"{shard.layout.source} in {file}",
+                        f"has shape {shape}, and the model of config.json {shard.layout.shape}",
+                        "Use the config.json that belongs to the weights",
                     )
                 if shard.data.numel():
                     shard.data.copy_(view[shard.layout.slices])
 
 
-def _check_names(folder: Path, found: set[str], expected: set[str]) -> None:
-    missing, unknown = sorted(expected - found), sorted(found - expected)
+def _check_names(folder: Path, found: set[str], expected: set[str], aliases: set[str]) -> None:
+    missing = sorted(expected - found)
+    # Old files carry rotary frequencies; they follow from the configuration and are recomputed.
+    unknown = sorted(n for n in found - expected - aliases if not n.endswith(".rotary_emb.inv_freq"))
+    remedy = "Use the config.json that belongs to the weights"
     if missing:
-        raise CheckpointError(str(folder), f"no tensor for {len(missing)} parameters, such as {missing[0]}")
+        raise CheckpointError(str(folder), f"no tensor for {len(missing)} parameters, such as {missing[0]}", remedy)
     if unknown:
-        raise CheckpointError(str(folder), f"{len(unknown)} tensors have no parameter, such as {unknown[0]}")
+        raise CheckpointError(str(folder), f"{len(unknown)} tensors have no parameter, such as {unknown[0]}", remedy)

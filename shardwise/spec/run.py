@@ -1,18 +1,41 @@
 """``run.yaml`` as frozen data: every key of the contract, with its default.
 
-The classes hold what the user said; the rules between keys are in :mod:`shardwise.spec.rules`,
-the split that follows from them in :mod:`shardwise.spec.strategy`. Imports no torch.
+The classes hold what the user said; :func:`shardwise.spec.rules.parse_run` builds them from a tree
+and holds the rules between keys, :mod:`shardwise.spec.strategy` the split that follows from them.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+
+from shardwise.config import dump_yaml
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``tp: true`` would pass as 1; a reader of YAML 1.1 makes ``save.strategy: no`` false."""
+        field = cls.model_fields[str(info.field_name)]
+        if not isinstance(value, bool) or field.annotation is bool or bool in get_args(field.annotation):
+            return value
+        if value is False and field.default == "no":
+            return "no"
+        raise ValueError("must not be true or false")
 
 
 class DataConfig(_Section):
@@ -22,7 +45,7 @@ class DataConfig(_Section):
     eval: str | None = None
     val_size: float | None = None
     max_samples: PositiveInt | None = None
-    format: Literal["auto", "tokens", "messages"] = "auto"
+    format: str = "auto"  # which ones there are: shardwise.spec.rules
     max_length: PositiveInt | None = None
     on_long: Literal["refuse", "truncate", "drop"] = "refuse"
     packing: bool = False
@@ -146,3 +169,8 @@ class RunConfig(_Section):
     node_rank: NonNegativeInt = 0
     rdzv_endpoint: str | None = None
     cluster: str | None = None
+
+
+def dump_run(run: RunConfig) -> str:
+    """The text of a ``run.yaml`` that reads back equal; keys are spelt as the contract spells them."""
+    return dump_yaml(run.model_dump(mode="json", by_alias=True))

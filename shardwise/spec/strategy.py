@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.config import NOT_AVAILABLE, nearest_multiples
+from shardwise.errors import PlanError
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.run import RunConfig
+
+DEFAULT_GLOBAL_BATCH_SIZE = 8
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # mesh order: tensor parallel on neighbouring ranks
 
 
@@ -50,3 +56,161 @@ class Strategy:
     def __str__(self) -> str:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " x ".join(degrees) or "one device"
+
+
+def legal_tensor_degrees(model: ModelSpec) -> list[int]:
+    """Every tensor degree that gives each rank whole heads, and each KV head whole ranks."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    most = min(heads, model.intermediate_size, model.vocab_size)
+    return [tp for tp in range(1, most + 1) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+
+
+def default_stages(num_blocks: int, pp: int) -> tuple[int, ...]:
+    """Blocks of each stage, as even as possible; the last, which also holds the head, never has more.
+
+    ``(7, 2) -> (4, 3)``, ``(10, 3) -> (4, 3, 3)``.
+    """
+    base, extra = divmod(num_blocks, pp)
+    return tuple(base + (stage < extra) for stage in range(pp))
+
+
+def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strategy, int]:
+    """The strategy and the global batch G (rows) of a run: given fields are fixed, missing ones filled.
+
+    A missing tp or pp is 1; what then remains of ``devices`` is data parallel. A missing ``devices`` is
+    the product of the degrees where all are given or only one device is at hand, else ``local_devices``.
+
+    Raises:
+        PlanError: the model, the devices or the batch cannot be split so; the message names what can.
+    """
+    given = run.strategy
+    tp = _tensor_degree(given.tp, model)
+    pp, stages = _pipeline_stages(given.pp, given.stages, model.num_blocks)
+    replicate, shard = _data_degrees(run, pp * tp, local_devices)
+    rows, micro_batch_size = _batch(run, pp, replicate * shard)
+    if given.schedule == "interleaved":
+        raise PlanError("strategy.schedule = 'interleaved'", NOT_AVAILABLE, "Use 1f1b or gpipe")
+    strategy = Strategy(
+        pp=pp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=tp,
+        reshard=pp == 1 if given.reshard is None else given.reshard,
+        schedule=given.schedule,
+        micro_batch_size=micro_batch_size,
+        recompute=_recompute(given.recompute, stages),
+        stages=stages,
+    )
+    return strategy, rows
+
+
+def _tensor_degree(given: int | None, model: ModelSpec) -> int:
+    tp, legal = given or 1, legal_tensor_degrees(model)
+    if tp in legal:
+        return tp
+    if model.num_heads % tp:
+        rule = f"does not divide the {model.num_heads} attention heads"
+    elif model.num_kv_heads % tp and tp % model.num_kv_heads:
+        rule = f"neither divides the {model.num_kv_heads} KV heads nor is a multiple of them"
+    else:
+        rule = f"is more than the FFN width {model.intermediate_size} or the vocabulary {model.vocab_size}"
+    raise PlanError(f"strategy.tp = {tp}", rule, f"legal degrees: {', '.join(map(str, legal))}")
+
+
+def _pipeline_stages(
+    given_pp: int | None, given_stages: tuple[int, ...] | None, num_blocks: int
+) -> tuple[int, tuple[int, ...]]:
+    pp = given_pp or (len(given_stages) if given_stages else 1)
+    if pp > num_blocks:
+        rule = f"the model has {num_blocks} blocks, and each stage needs one"
+        raise PlanError(f"strategy.pp = {pp}", rule, f"legal degrees: 1 to {num_blocks}")
+    if given_stages is None:
+        return pp, default_stages(num_blocks, pp)
+    value, remedy = f"strategy.stages = {list(given_stages)}", f"For example {list(default_stages(num_blocks, pp))}"
+    if len(given_stages) != pp:
+        raise PlanError(value, f"has {len(given_stages)} entries, and strategy.pp is {pp}", remedy)
+    if sum(given_stages) != num_blocks:
+        raise PlanError(value, f"sums to {sum(given_stages)}, and the model has {num_blocks} blocks", remedy)
+    return pp, given_stages
+
+
+def _recompute(given: str | int, stages: tuple[int, ...]) -> int:
+    """Number of recomputed blocks of a stage, -1 for all of them."""
+    if isinstance(given, str):
+        if given not in ("none", "full"):
+            raise PlanError(f"strategy.recompute = {given!r}", NOT_AVAILABLE, "Use none, full or a number of blocks")
+        return -1 if given == "full" else 0
+    if given > max(stages):
+        rule = f"the largest stage has {max(stages)} blocks (stages {list(stages)})"
+        raise PlanError(f"strategy.recompute = {given}", rule, f"Use full, or at most {max(stages)}")
+    return given
+
+
+def _data_degrees(run: RunConfig, model_ranks: int, local_devices: int) -> tuple[int, int]:
+    """dp_replicate and dp_shard; ``model_ranks`` = pp x tp devices hold one copy of the model."""
+    given = run.strategy
+    replicate, shard = _split_dp(given.dp, given.dp_replicate, given.dp_shard)
+    product = model_ranks * (replicate or 1) * (shard or 1)
+    open_data_axis = replicate is None or shard is None
+    devices = run.devices
+    if devices is None:
+        all_given = None not in (given.pp or given.stages, given.tp, replicate, shard)
+        devices = product if all_given or local_devices == 1 else local_devices
+    if devices % product or (devices != product and not open_data_axis):
+        raise _wrong_product(run, devices, product, open_data_axis)
+    rest = devices // product
+    if shard is None:
+        return replicate or 1, rest
+    return (rest, shard) if replicate is None else (replicate, shard)
+
+
+def _split_dp(dp: int | None, replicate: int | None, shard: int | None) -> tuple[int | None, int | None]:
+    """The data axes that ``dp`` settles: all of it is dp_shard where nothing else is said."""
+    if dp is None:
+        return replicate, shard
+    part = (replicate or 1) * (shard or 1)
+    if dp % part or (replicate and shard and dp != part):
+        names = {"dp_replicate": replicate, "dp_shard": shard}
+        shown = ", ".join(f"strategy.{name} = {degree}" for name, degree in names.items() if degree)
+        rule = "dp is the product of dp_replicate and dp_shard"
+        raise PlanError(f"strategy.dp = {dp}, {shown}", rule, f"Leave dp out, or use dp={max(part, dp // part * part)}")
+    if shard is None:
+        return replicate or 1, dp // part
+    return dp // shard, shard
+
+
+def _wrong_product(run: RunConfig, devices: int, product: int, open_data_axis: bool) -> PlanError:
+    degrees = [f"{axis} {getattr(run.strategy, axis)}" for axis in (*AXES, "dp") if getattr(run.strategy, axis)]
+    value = f"devices = {devices}, strategy {' x '.join(degrees) or 'one device'}"
+    if not open_data_axis:
+        return PlanError(value, f"the product of the degrees is {product}", f"Use devices={product}")
+    near = " or ".join(f"devices={n}" for n in nearest_multiples(devices, product))
+    return PlanError(value, f"the product of the degrees, {product}, does not divide the devices", f"Use {near}")
+
+
+def _batch(run: RunConfig, pp: int, dp: int) -> tuple[int, int]:
+    """G and m: rows of an optimizer step, rows of a forward pass on one data rank."""
+    given_m, accumulation, rows = (
+        run.strategy.micro_batch_size,
+        run.train.gradient_accumulation_steps,
+        run.train.global_batch_size,
+    )
+    unit = dp * (given_m or 1)
+    if accumulation is not None:
+        if given_m is None:
+            value = f"train.gradient_accumulation_steps = {accumulation}"
+            raise PlanError(value, "needs strategy.micro_batch_size", "Give it, or train.global_batch_size instead")
+        rows = unit * accumulation
+    if rows is None:
+        rows = -(-DEFAULT_GLOBAL_BATCH_SIZE // unit) * unit
+    if rows % unit:
+        shown = f"{dp} data ranks" + (f" x micro_batch_size {given_m}" if given_m else "")
+        near = " or ".join(map(str, nearest_multiples(rows, unit)))
+        raise PlanError(f"train.global_batch_size = {rows}", f"is not divisible by {shown} = {unit}", f"Use {near}")
+    return rows, given_m or _default_micro_batch_size(rows // dp, pp)
+
+
+def _default_micro_batch_size(rank_rows: int, pp: int) -> int:
+    """The largest m that divides a data rank's rows: up to 8, or leaving 2 pp micro-batches to fill the pipeline."""
+    most = 8 if pp == 1 else rank_rows // (2 * pp)
+    return max((m for m in range(1, most + 1) if rank_rows % m == 0), default=1)

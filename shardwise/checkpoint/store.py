@@ -1,0 +1,144 @@
+"""Training checkpoints on torch's distributed checkpoint (DCP), by parameter name.
+
+Every rank writes the slices that it owns and reads the slices that it holds, so a checkpoint of one
+layout loads under any other. A checkpoint is a folder ``checkpoints/step-00000010`` with DCP's files and
+``state.json``; it is written beside and renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.checkpoint.export import copy_companions
+from shardwise.errors import CheckpointError
+from shardwise.spec.layout import ParamLayout
+
+STATE_FILE = "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class SlicedTensor(torch.Tensor):
+    """A rank's slice of a whole tensor, in the terms of DCP's protocol for tensors (``_Checkpointable``)."""
+
+    layout: ParamLayout
+
+    @staticmethod
+    def of(data: torch.Tensor, layout: ParamLayout) -> SlicedTensor:
+        """``data`` (shares its storage) as the slice ``layout.slices`` of a tensor of shape ``layout.shape``."""
+        sliced = data.detach().as_subclass(SlicedTensor)
+        sliced.layout = layout
+        return sliced
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.layout.offsets), torch.Size(self.layout.local_shape))
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if not self.layout.owned or not self.numel():
+            return []
+        plain = self.as_subclass(torch.Tensor)
+        data = TensorWriteData(
+            self._chunk(), TensorProperties.create_from_tensor(plain), torch.Size(self.layout.shape)
+        )
+        return [WriteItem(MetadataIndex(fqn, torch.Size(self.layout.offsets)), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()] if self.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def tensor_state(values: Iterable[tuple[ParamLayout, torch.Tensor]], prefix: str) -> dict[str, SlicedTensor]:
+    """``{prefix.name: slice}``; the copy of a tied weight goes by its owner's name."""
+    return {f"{prefix}.{layout.source}": SlicedTensor.of(data, layout) for layout, data in values}
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder``, oldest step first (by number, not by name or time)."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / STATE_FILE).exists() and (path / ".metadata").exists()]
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, SlicedTensor], state: Mapping[str, Any], source: Path
+) -> Path:
+    """Write a checkpoint from all ranks together; on return it is complete under its name.
+
+    Args:
+        source: the model folder; its configuration and tokenizer are copied in, so that a checkpoint says
+            by itself which model it is of.
+
+    Raises:
+        CheckpointError: it could not be written. What was there before is untouched.
+    """
+    final = folder / checkpoint_name(step)
+    draft = folder / f".{final.name}.draft"
+    if dist.get_rank() == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        copy_companions(source, draft)
+    dist.barrier()
+    try:
+        dcp.save(dict(tensors), checkpoint_id=draft)
+    except dcp.api.CheckpointException as error:
+        first = next(iter(error.failures.values()), error)
+        raise CheckpointError(str(draft), f"the checkpoint of step {step} could not be written ({first})") from error
+    if dist.get_rank() == 0:
+        (draft / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n", encoding="utf-8")
+        if final.exists():  # the same step again, after a resume from an older one
+            shutil.rmtree(final)
+        draft.rename(final)
+    dist.barrier()
+    return final
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The JSON state that was saved with a checkpoint.
+
+    Raises:
+        CheckpointError: not a complete checkpoint.
+    """
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            str(checkpoint), f"not a complete checkpoint ({error})", "Give a folder checkpoints/step-*"
+        ) from error
+    return state
+
+
+def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor]) -> None:
+    """Fill ``tensors`` in place with their slices; each rank reads only what it holds.
+
+    Raises:
+        CheckpointError: a tensor that the checkpoint lacks or has with another shape.
+    """
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise CheckpointError(str(checkpoint), f"it holds no {name}", "Resume with the same model and optimizer")
+        shape = tuple(saved[name].size)
+        if shape != tensor.layout.shape:
+            raise CheckpointError(f"{name} in {checkpoint}", f"has shape {shape}, the model {tensor.layout.shape}")
+    dcp.load(dict(tensors), checkpoint_id=checkpoint)
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints; called by one rank after a new one is complete."""
+    for path in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(path)

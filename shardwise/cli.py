@@ -1,0 +1,121 @@
+"""The command line. Results go to stdout, all else to stderr; exit codes are those of the contract."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shardwise.errors import ShardwiseError
+
+app = typer.Typer(
+    name="shardwise",
+    help="Automatic model-parallel training of Hugging Face language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+# What a run writes; `overwrite` removes these and nothing else.
+RESULTS = ("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html")
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `shardwise train` a command of its own."""
+
+
+@app.command()
+def train(
+    settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
+    data: Annotated[str | None, typer.Option(help="training rows, a .jsonl file")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of processes")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or npu")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="where results go")] = None,
+) -> None:
+    """Train a model, split over processes as the strategy says."""
+    options = {"model": model, "data.train": data, "devices": devices, "device": device, "output_dir": output_dir}
+    raise typer.Exit(_train(_tree(settings or [], options)))
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="a Hugging Face folder, such as a run's export")],
+    prompts: Annotated[list[str], typer.Argument(help="one or more prompts")],
+    max_new_tokens: Annotated[int, typer.Option(help="length of an answer at most")] = 64,
+) -> None:
+    """Answer prompts with a model, greedily, by plain transformers in one process."""
+    from shardwise.models.generate import generate as answer
+
+    for prompt, text in zip(prompts, answer(folder, prompts, max_new_tokens), strict=True):
+        print(f"> {prompt}\n{text}")
+
+
+def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.config import apply_overrides, load_yaml
+
+    files = [text for text in settings if "=" not in text]
+    overrides = [text for text in settings if "=" in text]
+    if len(files) > 1:
+        raise typer.BadParameter(f"more than one run.yaml: {', '.join(files)}")
+    tree = load_yaml(files[0]) if files else {}
+    for key, value in options.items():
+        if value is not None:
+            tree = _with_option(tree, key, value)
+    return apply_overrides(tree, overrides)
+
+
+def _with_option(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    section, _, name = key.rpartition(".")
+    if not section:
+        return tree | {name: value}
+    return tree | {section: (tree.get(section) or {}) | {name: value}}
+
+
+def _train(tree: dict[str, Any]) -> int:
+    """Resolve, say what will run, launch, and say what came of it."""
+    from shardwise.launch.agent import launch
+    from shardwise.launch.resolve import prepare
+    from shardwise.report.console import show_plan
+    from shardwise.spec.run import dump_run
+
+    run, plan = prepare(tree)
+    output_dir = Path(run.output_dir)
+    if run.overwrite:
+        _remove_results(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
+    plan.save(output_dir / "plan.json")
+    show_plan(run, plan, Console(stderr=True))
+    code = launch(output_dir, plan.devices)
+    export = output_dir / "export"
+    if code == 0 and run.save.export:
+        print(f"exported model: {export}", file=sys.stderr)
+        print(export)
+    return code
+
+
+def _remove_results(output_dir: Path) -> None:
+    for name in RESULTS:
+        path = output_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.exists():
+            path.unlink()
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except ShardwiseError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

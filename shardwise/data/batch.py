@@ -1,0 +1,92 @@
+"""One data rank's part of one step, as tensors of one static shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.data.format import IGNORED
+from shardwise.data.rows import Row
+
+_PAD = 0  # any valid id does: padding follows its row, so nothing that counts attends to it
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """Where an epoch stands, counted in rows, so that a run goes on at the next row with any batch size."""
+
+    epoch: int = 0
+    rows_seen: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "rows_seen": self.rows_seen}
+
+    @classmethod
+    def from_json(cls, data: dict[str, int]) -> LoaderState:
+        return cls(int(data["epoch"]), int(data["rows_seen"]))
+
+
+START = LoaderState()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One data rank's rows of a step: M micro-batches of m rows, padded to the length L.
+
+    M and L are the same on every data rank; what is missing is filled with rows that are not supervised. The counts
+    and ``rows`` speak of the whole step, over all data ranks, and are equal on all of them.
+
+    Attributes:
+        input_ids: int64 [M, m, L].
+        targets: int64 [M, m, L]; the token that follows each position, -100 where there is none to learn.
+        position_ids: int64 [M, m, L]; a row's own, else 0, 1, 2, ... through the padding.
+        num_tokens: supervised tokens, the divisor of the loss.
+        num_input_tokens: tokens without padding.
+        num_rows: rows without filler.
+        rows: indices of the rows in their global order.
+        row_hashes: of each of ``rows``; None unless asked for.
+        epoch, step_in_epoch: both from 0.
+        next_state: where to go on after this step; ``rows_seen`` is 0 at the end of an epoch.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    position_ids: Tensor
+    num_tokens: int
+    num_input_tokens: int
+    num_rows: int
+    rows: tuple[int, ...]
+    row_hashes: tuple[str, ...] | None
+    epoch: int
+    step_in_epoch: int
+    next_state: LoaderState
+
+
+def stack_rows(rows: Sequence[Row], num_micro_batches: int, micro_batch_size: int, length: int) -> tuple[Tensor, ...]:
+    """``(input_ids, targets, position_ids)`` of one data rank, int64 [M, m, L], for at most M m rows of at most L."""
+    total = num_micro_batches * micro_batch_size
+    ids = np.full((total, length), _PAD, dtype=np.int64)
+    targets = np.full((total, length), IGNORED, dtype=np.int64)
+    positions = np.tile(np.arange(length, dtype=np.int64), (total, 1))
+    for place, row in enumerate(rows):
+        size = len(row.input_ids)
+        ids[place, :size] = row.input_ids
+        targets[place, : size - 1] = row.labels[1:]
+        if row.position_ids is not None:
+            positions[place] = _extended(row.position_ids, length)
+    shape = (num_micro_batches, micro_batch_size, length)
+    return tuple(torch.from_numpy(array.reshape(shape)) for array in (ids, targets, positions))
+
+
+def _extended(positions: np.ndarray, length: int) -> np.ndarray:
+    """Position ids that go on through the padding, but never beyond what the batch's rows need anyway.
+
+    A row may end on a high position; counting on from there could leave a learned position table.
+    """
+    last = int(positions[-1])
+    padding = np.arange(last + 1, last + 1 + length - len(positions))
+    return np.concatenate([positions, np.minimum(padding, max(last, length - 1))])

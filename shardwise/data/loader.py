@@ -1,0 +1,132 @@
+"""The batches of a run: every rank walks the same global order and keeps its own part of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.data.batch import START, Batch, LoaderState, stack_rows
+from shardwise.data.order import epoch_order, rank_bounds, step_rows, steps_per_epoch
+from shardwise.data.rows import Row, num_supervised, row_hash
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How rows become batches.
+
+    ``global_batch_size`` counts the rows of a step over all data ranks, ``micro_batch_size`` those of one forward on
+    one of them; ``min_micro_batches`` is what the pipeline needs; ``log_rows`` adds the rows' hashes to a batch.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_rank: int = 0
+    num_data_ranks: int = 1
+    min_micro_batches: int = 1
+    shuffle: bool = True
+    seed: int = 42
+    drop_last: bool = False
+    log_rows: bool = False
+
+
+class Loader:
+    """Cuts ``rows`` into the batches of one data rank. No communication: each rank computes the step's counts."""
+
+    def __init__(self, rows: Sequence[Row], settings: LoaderSettings) -> None:
+        self.rows, self.settings = rows, settings
+        self._lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
+        self._supervised = np.array([num_supervised(row.labels) for row in rows], dtype=np.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.rows), self.settings.global_batch_size, self.settings.drop_last)
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows that each epoch leaves out (which ones changes with the order); 0 unless ``drop_last``."""
+        return len(self.rows) % self.settings.global_batch_size if self.settings.drop_last else 0
+
+    def num_steps(self, epochs: int, state: LoaderState = START) -> int:
+        """Steps from ``state`` to the end of epoch number ``epochs`` (counted from 1).
+
+        Raises:
+            ConfigError: as :meth:`batches`.
+        """
+        state = self._checked(state)
+        if state.epoch >= epochs:
+            return 0
+        left = len(self.rows) - state.rows_seen
+        rest = steps_per_epoch(left, self.settings.global_batch_size, self.settings.drop_last)
+        return rest + (epochs - state.epoch - 1) * self.steps_per_epoch
+
+    def batches(self, state: LoaderState = START) -> Iterator[Batch]:
+        """Batches from ``state`` on, over epoch after epoch without end.
+
+        Raises:
+            ConfigError: no step in an epoch, or a state that is beyond this data set.
+        """
+        return self._endless(self._checked(state))
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """One pass in file order, each row once, ``batch_size`` rows at a time over all data ranks."""
+        order = np.arange(len(self.rows), dtype=np.int64)
+        for seen in range(0, len(self.rows), batch_size):
+            chosen = step_rows(order, seen, batch_size)
+            yield self._batch(chosen, 0, seen // batch_size, LoaderState(0, seen + len(chosen)))
+
+    def _checked(self, state: LoaderState) -> LoaderState:
+        settings, num_rows = self.settings, len(self.rows)
+        if not self.steps_per_epoch:
+            value = f"data.drop_last with train.global_batch_size = {settings.global_batch_size}"
+            rule = f"the data set has {num_rows} rows, so no step would be left"
+            raise ConfigError(value, rule, f"Use data.drop_last=false or train.global_batch_size={max(num_rows, 1)}")
+        if state.rows_seen > num_rows:
+            rule = f"the data set has {num_rows} rows; it is not the one that the run began with"
+            raise ConfigError(f"{state.rows_seen} rows seen in epoch {state.epoch}", rule, "Resume with the same data")
+        return self._normal(state)
+
+    def _normal(self, state: LoaderState) -> LoaderState:
+        """The same place, written as the beginning of the next epoch if this one has no step left."""
+        left = steps_per_epoch(
+            len(self.rows) - state.rows_seen, self.settings.global_batch_size, self.settings.drop_last
+        )
+        return state if left else LoaderState(state.epoch + 1, 0)
+
+    def _endless(self, state: LoaderState) -> Iterator[Batch]:
+        settings = self.settings
+        while True:
+            epoch = state.epoch
+            order = epoch_order(len(self.rows), settings.shuffle, settings.seed, epoch)
+            while state.epoch == epoch:
+                chosen = step_rows(order, state.rows_seen, settings.global_batch_size)
+                step = -(-state.rows_seen // settings.global_batch_size)
+                state = self._normal(LoaderState(epoch, state.rows_seen + len(chosen)))
+                yield self._batch(chosen, epoch, step, state)
+
+    def _batch(self, chosen: np.ndarray, epoch: int, step: int, next_state: LoaderState) -> Batch:
+        settings = self.settings
+        start, end = rank_bounds(len(chosen), settings.data_rank, settings.num_data_ranks)
+        largest_share = -(-len(chosen) // settings.num_data_ranks)
+        num_micro_batches = max(-(-largest_share // settings.micro_batch_size), settings.min_micro_batches)
+        input_ids, targets, position_ids = stack_rows(
+            [self.rows[index] for index in chosen[start:end]],
+            num_micro_batches,
+            settings.micro_batch_size,
+            int(self._lengths[chosen].max()),
+        )
+        return Batch(
+            input_ids=input_ids,
+            targets=targets,
+            position_ids=position_ids,
+            num_tokens=int(self._supervised[chosen].sum()),
+            num_input_tokens=int(self._lengths[chosen].sum()),
+            num_rows=len(chosen),
+            rows=tuple(chosen.tolist()),
+            row_hashes=tuple(row_hash(self.rows[index]) for index in chosen) if settings.log_rows else None,
+            epoch=epoch,
+            step_in_epoch=step,
+            next_state=next_state,
+        )

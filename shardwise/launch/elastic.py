@@ -1,0 +1,173 @@
+"""The elastic agent of one node, with our stop channel and without its guess at who failed. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from shardwise.launch.stop import StopChannel, StopListener
+from shardwise.launch.worker import entry
+
+_LOCAL = "127.0.0.1"  # the number, not the name: no name service and no IPv6 is needed
+_SHUTDOWN_SECONDS = 5
+_SETTLE_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """How the workers ended.
+
+    Attributes:
+        succeeded: every rank returned from its function.
+        returned: what rank 0 returned.
+        deaths: exit codes of the ranks that ended before anything was sent to them, in the order seen.
+        stop_failed: the workers were killed because a stop that was asked for did not end in time; the reason.
+    """
+
+    succeeded: bool
+    returned: dict[str, Any] | None = None
+    deaths: dict[int, int] = field(default_factory=dict)
+    stop_failed: str | None = None
+
+
+class _NoRedirects(LogsSpecs):
+    """The worker redirects its streams itself: the agent would let two streams overwrite each other in one file."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for values in envs.values():
+            values["TORCHELASTIC_ERROR_FILE"] = ""
+        return LogsDest(
+            stdouts=dict.fromkeys(envs, ""),
+            stderrs=dict.fromkeys(envs, ""),
+            error_files=dict.fromkeys(envs, os.devnull),
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+
+class _Agent(LocalElasticAgent):
+    """Starts the workers of this node, passes a stop request on, and remembers who died by itself."""
+
+    def __init__(self, spec: WorkerSpec, listener: StopListener, grace_seconds: float) -> None:
+        super().__init__(spec, _NoRedirects(), start_method="forkserver", shutdown_timeout=_SHUTDOWN_SECONDS)
+        self._listener, self._grace_seconds = listener, grace_seconds
+        self._channel: StopChannel | None = None
+        self.deaths: dict[int, int] = {}
+        self.stop_failed: str | None = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._pass_stop_on(worker_group)
+        if self.stop_failed:
+            self._shutdown(signal.SIGKILL, timeout=_SHUTDOWN_SECONDS)
+            return RunResult(state=WorkerState.FAILED)
+        if self._note_deaths(worker_group):
+            # Let the rest end by itself for a moment: afterwards nobody can tell our signal from another's.
+            deadline = time.monotonic() + _SETTLE_SECONDS
+            while time.monotonic() < deadline and len(self.deaths) < len(worker_group.workers):
+                time.sleep(_POLL_SECONDS / 4)
+                self._note_deaths(worker_group)
+            return RunResult(state=WorkerState.FAILED)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():  # a death between our look and the agent's, which has sent SIGTERM to all others
+            first = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            self.deaths = first | {
+                rank: code for rank, code in self._exit_codes(worker_group).items() if code not in (0, -signal.SIGTERM)
+            }
+        return result
+
+    def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int]:
+        codes = {
+            worker_group.workers[local_rank].global_rank: process.exitcode
+            for local_rank, process in enumerate(self._pcontext._pc.processes)  # type: ignore[union-attr]
+        }
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _note_deaths(self, worker_group: WorkerGroup) -> bool:
+        """A worker that is done waits until all are, so one that has ended before has failed, also with status 0."""
+        for rank, code in self._exit_codes(worker_group).items():
+            self.deaths.setdefault(rank, code)
+        return bool(self.deaths)
+
+    def _pass_stop_on(self, worker_group: WorkerGroup) -> None:
+        name = self._listener.signal_name
+        if name is None:
+            return
+        if self._channel is None:
+            assert worker_group.master_addr is not None and worker_group.master_port is not None
+            self._channel = StopChannel(worker_group.master_addr, worker_group.master_port)
+            self._channel.request(name)
+        if self._listener.at_once:
+            self.stop_failed = f"a second signal came after {name}, before the workers had stopped: nothing was saved"
+        elif self._listener.seconds_since() > self._grace_seconds:
+            limit = f"save.grace_seconds = {self._grace_seconds:g}"
+            self.stop_failed = f"after {name} the workers did not save and leave within {limit}: they were killed"
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        """Nobody reads the events. The full ones look this machine's name up for each, which takes seconds where
+        name service is down."""
+        return Event(state, source=source)
+
+
+def run_workers(
+    output_dir: Path, target: str, num_processes: int, listener: StopListener, grace_seconds: float
+) -> AgentResult:
+    """Start the workers of a job on this node and wait for their end. None is left when this returns.
+
+    Args:
+        output_dir: folder of the run.
+        target: ``module:function`` that each worker calls.
+        num_processes: number of workers.
+        listener: takes the user's signals.
+        grace_seconds: how long the workers may take from a signal to their end.
+    """
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{_LOCAL}:0",  # a port of the system's choice, so that jobs do not collide
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr=_LOCAL,
+        )
+    )
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=num_processes,
+        entrypoint=entry,
+        args=(output_dir, target),
+        rdzv_handler=handler,
+        max_restarts=0,
+        monitor_interval=_POLL_SECONDS,
+        local_addr=_LOCAL,
+    )
+    agent = _Agent(spec, listener, grace_seconds)
+    try:
+        result = agent.run()
+    finally:
+        handler.shutdown()
+    returned = None if result.is_failed() else result.return_values[0]
+    return AgentResult(not result.is_failed(), returned, agent.deaths, agent.stop_failed)

@@ -1,0 +1,204 @@
+"""From a configuration to what runs: every refusal that needs no torch is made here.
+
+Reads the run, the model's ``config.json``, the devices of this machine and the folders named, and
+loads neither torch nor transformers, so that a wrong configuration is answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from shardwise.errors import ConfigError
+from shardwise.spec.model import check_weights, find_model, read_model
+from shardwise.spec.plan import DeviceType, Plan
+from shardwise.spec.rules import parse_run
+from shardwise.spec.run import RunConfig
+from shardwise.spec.strategy import Strategy, resolve
+
+_DEFAULT_EPOCHS = 3
+_DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
+_OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
+
+
+def prepare(tree: dict[str, Any], *, command: str = "train") -> tuple[RunConfig, Plan]:
+    """The resolved run and its plan; ``command`` other than ``train`` needs no data and no output folder.
+
+    The environment's SHARDWISE_DEVICE wins over ``device``; SHARDWISE_MODELS_DIR stands in for a
+    missing ``models_dir``. In the run that comes back every default is filled in and ``model`` is the
+    folder that was found, so that it can be dumped, read and resolved again to the same.
+
+    Raises:
+        ConfigError, PlanError: what cannot run, before any weight or library is loaded.
+    """
+    run = parse_run(tree)
+    folder = find_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
+    model = read_model(folder)
+    if run.model_init == "pretrained":
+        check_weights(folder, model)
+    device = choose_device(os.environ.get("SHARDWISE_DEVICE") or run.device)
+    if command == "train":
+        check_data(run)
+        check_output(run, folder)
+    local = count_devices(device)
+    strategy, rows = resolve(run, model, local)
+    if device != "cpu" and strategy.world_size > local:
+        rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
+        raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local}; {_OVERRIDE}")
+    return _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
+
+
+def choose_device(wanted: str) -> DeviceType:
+    """The device type to run on, by what the system shows; ``auto`` takes cuda, then npu, then cpu.
+
+    Raises:
+        ConfigError: an unknown name, or a device that this machine does not have.
+    """
+    present: dict[str, Callable[[], bool]] = {"cuda": _has_cuda, "npu": _has_npu, "cpu": lambda: True}
+    if wanted == "auto":
+        return cast(DeviceType, next(name for name, is_present in present.items() if is_present()))
+    if wanted not in present:
+        raise ConfigError(f"device = {wanted!r}", "must be auto, cpu, cuda or npu", _OVERRIDE)
+    if not present[wanted]():
+        looked = {"cuda": "no NVIDIA driver and no nvidia-smi", "npu": "no /dev/davinci*"}[wanted]
+        raise ConfigError(f"device = {wanted!r}", f"this machine has none ({looked})", _OVERRIDE)
+    return cast(DeviceType, wanted)
+
+
+def count_devices(device: DeviceType) -> int:
+    """Devices of this type that a job may use here, as the vendor's visibility variable limits them; CPU: 1."""
+    if device == "cpu":
+        return 1
+    visible = os.environ.get({"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[device])
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(_npu_files()) if device == "npu" else _count_cuda()
+
+
+def check_data(run: RunConfig) -> None:
+    """Refuse data files that are not there.
+
+    Raises:
+        ConfigError: no ``data.train``, or a path that is no file.
+    """
+    if run.data.train is None:
+        raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
+    for key, name in (("data.train", run.data.train), ("data.eval", run.data.eval)):
+        if name is None or Path(name).is_file():
+            continue
+        rule = "is a folder" if Path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
+        raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
+
+
+def check_output(run: RunConfig, model_folder: Path) -> None:
+    """Refuse an output folder whose content would be mixed with this run's, or lost.
+
+    Raises:
+        ConfigError: a file in its place, no right to write, results of another run, a checkpoint to
+            resume from that is not there, or ``overwrite`` of a folder with the run's own inputs.
+    """
+    output = Path(run.output_dir)
+    value = f"output_dir = {run.output_dir!r}"
+    if run.resume not in ("no", "auto") and not Path(run.resume).is_dir():
+        raise ConfigError(f"resume = {run.resume!r}", "no such checkpoint folder", "Use resume=auto, no or a folder")
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ConfigError(value, f"{existing} is a file", "Name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(value, f"no right to write in {existing}", "Name another folder")
+    if run.overwrite:
+        _check_no_input_inside(run, output, model_folder)
+    elif run.resume == "no" and _holds_results(output):
+        raise ConfigError(
+            value, "is not empty", "Use resume=auto to go on, overwrite=true to start anew, or another folder"
+        )
+
+
+def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
+    inputs = {
+        "model": str(model_folder),
+        "data.train": run.data.train,
+        "data.eval": run.data.eval,
+        "resume": run.resume,
+    }
+    for key, name in inputs.items():
+        if name is None or (key == "resume" and name in ("no", "auto")):
+            continue
+        if Path(name).resolve().is_relative_to(output.resolve()):
+            rule = f"overwrite would delete {key} = {name!r}, which lies in it"
+            raise ConfigError(f"output_dir = {run.output_dir!r}", rule, "Name another output folder")
+
+
+def _holds_results(output: Path) -> bool:
+    """A folder in which a refused run left no more than its status counts as empty."""
+    return output.is_dir() and any(path.name != "status.json" for path in output.iterdir())
+
+
+def _has_cuda() -> bool:
+    return _NVIDIA.exists() or shutil.which("nvidia-smi") is not None
+
+
+def _has_npu() -> bool:
+    return bool(_npu_files())
+
+
+def _npu_files() -> list[str]:
+    """``/dev/davinci0`` and so on; ``davinci_manager`` is no device."""
+    names = os.listdir(_DEV) if _DEV.is_dir() else []
+    return sorted(name for name in names if re.fullmatch(r"davinci\d+", name))
+
+
+def _count_cuda() -> int:
+    """The driver's list where it is readable, else nvidia-smi's.
+
+    Raises:
+        ConfigError: neither can be asked.
+    """
+    listed = _NVIDIA / "gpus"
+    if listed.is_dir():
+        return len(list(listed.iterdir()))
+    try:
+        command = ["nvidia-smi", "--list-gpus"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError("device = 'cuda'", f"nvidia-smi does not answer ({error})", _OVERRIDE) from None
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+
+
+def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy, rows: int) -> RunConfig:
+    """The run with every default filled in; ``dp`` gives way to the two axes that it stands for."""
+    train, given = run.train, run.strategy
+    epochs = train.epochs or (None if train.max_steps else _DEFAULT_EPOCHS)
+    return run.model_copy(
+        update={
+            "model": str(folder),
+            "device": device,
+            "devices": strategy.world_size,
+            "data": run.data.model_copy(update={"seed": train.seed if run.data.seed is None else run.data.seed}),
+            "train": train.model_copy(
+                update={
+                    "global_batch_size": rows,
+                    "gradient_accumulation_steps": None,
+                    "epochs": epochs,
+                    "precision": train.precision or "fp32",
+                }
+            ),
+            "strategy": given.model_copy(
+                update={
+                    "pp": strategy.pp,
+                    "tp": strategy.tp,
+                    "dp": None,
+                    "dp_replicate": strategy.dp_replicate,
+                    "dp_shard": strategy.dp_shard,
+                    "reshard": strategy.reshard,
+                    "micro_batch_size": strategy.micro_batch_size,
+                    "stages": strategy.stages,
+                }
+            ),
+        }
+    )

@@ -1,0 +1,72 @@
+"""The stop channel: a signal to the launcher becomes a request that the workers read at a step boundary."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PREFIX, _KEY = "shardwise", "stop"
+
+
+class StopListener:
+    """Takes SIGTERM and SIGINT while its block runs, and only notes them.
+
+    Attributes:
+        signal_name: the first signal, None before it.
+        at_once: a SIGINT came after the first signal: the user does not want to wait.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self.at_once = False
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopListener:
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal_name is None:
+            self.signal_name, self._since = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT:
+            self.at_once = True
+
+    def seconds_since(self) -> float:
+        """Seconds since the first signal, 0 before it."""
+        return 0.0 if self.signal_name is None else time.monotonic() - self._since
+
+
+class StopChannel:
+    """The request in the job's store; the same class on both ends, connected at the first use.
+
+    A connection of its own, so that asking never waits behind another thread's blocking read.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._store: Any = None
+
+    def _connected(self) -> Any:
+        if self._store is None:
+            from torch.distributed import PrefixStore, TCPStore
+
+            host, port = self._address
+            self._store = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, wait_for_workers=False))
+        return self._store
+
+    def request(self, signal_name: str) -> None:
+        """Ask the workers to stop, because the launcher received this signal."""
+        self._connected().set(_KEY, signal_name)
+
+    def requested(self) -> str | None:
+        """The signal that asked for the stop, or None."""
+        store = self._connected()
+        return store.get(_KEY).decode() if store.check([_KEY]) else None

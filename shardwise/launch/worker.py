@@ -1,0 +1,151 @@
+"""A worker's entry: from its environment to a process group, the training function, and a clean or a told end.
+
+It reads its place in the job from the environment alone, so that torchrun can start it too:
+``torchrun --nproc-per-node N -m shardwise.launch.worker OUTPUT_DIR``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch import forkserver
+from shardwise.launch.culprit import WorkerError, is_connection_error, write_error
+from shardwise.launch.lifeline import die_with_parent
+from shardwise.launch.stop import StopChannel
+from shardwise.launch.streams import log_path, redirect
+from shardwise.train.context import WorkerContext
+
+DEFAULT_TARGET = "shardwise.train.worker:train"
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
+TIMEOUT_VARIABLE = "SHARDWISE_TIMEOUT_SECONDS"
+_DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+Train = Callable[[WorkerContext], dict[str, Any] | None]
+
+
+def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | None:
+    """Run one worker of a job.
+
+    Args:
+        output_dir: folder of the run; ``plan.json`` in it gives the ``device_type``.
+        target: ``module:function``; the function takes a :class:`WorkerContext`.
+
+    Returns:
+        What the function returned. After an exception there is no return: the error is left in
+        ``logs/error-rank-N.json`` and the process ends at once with the error's exit code, so that no exit handler
+        can keep the other ranks waiting.
+    """
+    _bind_to_launcher(os.environ)
+    rank = int(os.environ["RANK"])
+    (output_dir / "logs").mkdir(parents=True, exist_ok=True)
+    terminal = redirect(log_path(output_dir, rank), terminal=rank == 0)
+    try:
+        _check_preloaded(os.environ)
+        context = WorkerContext(
+            output_dir=output_dir,
+            rank=rank,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+            terminal=terminal,
+        )
+        return _run(context, target)
+    except SystemExit as leaving:
+        if not leaving.code:
+            return None
+        _fail(output_dir, rank, leaving, leaving.code if isinstance(leaving.code, int) else 1)
+    except BaseException as error:
+        _fail(output_dir, rank, error, error.exit_code if isinstance(error, ShardwiseError) else LaunchError.exit_code)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return None
+
+
+def _bind_to_launcher(environ: Mapping[str, str]) -> None:
+    """Tie this process's life to its parent's, and take the signals as a worker must.
+
+    The fork server's own tie is not inherited, and the engine's start code has meanwhile set a weaker one.
+    """
+    preload = sys.modules.get(forkserver.PRELOAD)
+    die_with_parent(preload.SERVER_PID if forkserver.LAUNCHER_PID in environ and preload else os.getppid())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _check_preloaded(environ: Mapping[str, str]) -> None:
+    """Refuse to run on with modules missing: importing them again in each worker takes minutes, silently."""
+    if forkserver.LAUNCHER_PID not in environ:
+        return
+    preload = sys.modules.get(forkserver.PRELOAD)
+    failure = preload.FAILURE if preload else f"{forkserver.PRELOAD} is not among the modules"
+    if failure:
+        raise LaunchError(failure, "the fork server could not import what the workers need", "Check the installation.")
+
+
+def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
+    if "OMP_NUM_THREADS" in os.environ:  # read by OpenMP at the import, which was before the fork
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    plan = json.loads((context.output_dir / "plan.json").read_text(encoding="utf-8"))
+    timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS))
+    _open_process_group(plan["device_type"], context.local_rank, timedelta(seconds=timeout))
+    result = _load(target)(context)
+    dist.destroy_process_group()
+    return result
+
+
+def _open_process_group(device_type: str, local_rank: int, timeout: timedelta) -> None:
+    if device_type == "npu":
+        importlib.import_module("torch_npu")  # registers torch.npu and hccl
+    if device_type != "cpu":
+        torch.get_device_module(device_type).set_device(local_rank)
+    dist.init_process_group(BACKENDS[device_type], init_method="env://", timeout=timeout)
+
+
+def _load(target: str) -> Train:
+    module, _, function = target.partition(":")
+    loaded: Train = getattr(importlib.import_module(module), function)
+    return loaded
+
+
+def _fail(output_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
+    """Leave the error for the launcher and the traceback in the log, and end the process."""
+    text = "".join(traceback.format_exception(error))
+    refused = isinstance(error, ShardwiseError)
+    written = WorkerError(
+        time=time.time(),
+        rank=rank,
+        type=type(error).__name__,
+        message=str(error),
+        traceback=text,
+        exit_code=exit_code,
+        connection_error=is_connection_error(error),
+        refused=refused,
+        rule=error.rule if isinstance(error, ShardwiseError) else None,
+        remedy=error.remedy if isinstance(error, ShardwiseError) else None,
+    )
+    try:
+        write_error(output_dir, written)
+        # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
+        print(text, file=sys.__stderr__, flush=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    entry(Path(sys.argv[1]), *sys.argv[2:3])

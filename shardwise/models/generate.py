@@ -1,0 +1,45 @@
+"""Answers of a model in a Hugging Face folder, by plain transformers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+
+
+def generate(folder: Path, prompts: Sequence[str], max_new_tokens: int = 64) -> list[str]:
+    """Greedy answers to ``prompts``; through the chat template where the tokenizer has one.
+
+    Raises:
+        ConfigError: the folder holds no model.
+    """
+    if not (folder / "config.json").exists():
+        raise ConfigError(str(folder), "not a Hugging Face model folder (no config.json)", "Give a run's export folder")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        else:
+            encoded = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            out = model.generate(
+                **encoded,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+        answers.append(tokenizer.decode(out[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return answers

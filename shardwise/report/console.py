@@ -1,0 +1,52 @@
+"""What a run says of itself before it starts: the model, the strategy, each rank's part, the batch."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.spec.plan import Plan, batch_equation, ranks
+from shardwise.spec.run import RunConfig
+from shardwise.units import format_bytes, format_count
+
+MAX_ROWS = 16
+
+
+def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
+    """Print the header of a run."""
+    model, strategy = plan.model, plan.strategy
+    ties = "tied embedding" if model.tied else "untied head"
+    console.print(
+        f"[bold]model[/]     {run.model}: {model.architecture}, {format_count(model.num_parameters)} parameters, "
+        f"{model.num_blocks} blocks, {model.num_heads} heads, {model.num_kv_heads} KV heads, "
+        f"vocabulary {model.vocab_size}, {ties}",
+        highlight=False,
+    )
+    details = [f"{strategy.schedule} over stages of {', '.join(map(str, strategy.stages))} blocks"]
+    if strategy.pp == 1:
+        details = []
+    if strategy.dp_shard > 1:
+        details.append("ZeRO-3 (reshard)" if strategy.reshard else "ZeRO-2 (no reshard)")
+    if strategy.recompute:
+        details.append("recompute " + ("all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage"))
+    if strategy.tp > model.num_kv_heads:
+        details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: k and v are whole on each rank")
+    console.print(f"[bold]strategy[/]  {'; '.join([str(strategy), *details])} on {plan.device_type}", highlight=False)
+    console.print(_rank_table(plan))
+    console.print(f"[bold]batch[/]     {batch_equation(plan)}", highlight=False)
+
+
+def _rank_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("rank", "pp", "dp", "tp", "holds", "weights (fp32)"):
+        table.add_column(column, justify="left" if column == "holds" else "right")
+    shares = ranks(plan)
+    for share in shares[:MAX_ROWS]:
+        place = share.coordinates
+        data = place["dp_replicate"] * plan.strategy.dp_shard + place["dp_shard"]
+        table.add_row(
+            str(share.rank), str(place["pp"]), str(data), str(place["tp"]), str(share), format_bytes(share.parameter_bytes)
+        )
+    if len(shares) > MAX_ROWS:
+        table.add_row("...", "", "", "", f"and {len(shares) - MAX_ROWS} more ranks; all of them are in plan.json", "")
+    return table

@@ -1,0 +1,268 @@
+"""From a plain tree to a :class:`RunConfig`, with every rule that needs neither model nor devices.
+
+What is wrong is said in one message: the dotted key with its value, the rule, the nearest thing that
+works. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from shardwise.config import NOT_AVAILABLE, nearest
+from shardwise.errors import ConfigError
+from shardwise.spec.run import RunConfig
+
+DATA_FORMATS = ("auto", "tokens", "messages")
+
+# Keys of the contract whose feature is not built yet: the values that leave the feature out.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "lora": (None,),
+    "use_lora": (False,),
+    "trust_remote_code": (False,),
+    "data.format": DATA_FORMATS,
+    "data.packing": (False,),
+    "data.val_size": (None, 0.0),
+    "data.on_bad_rows": ("refuse",),
+    "train.precision": (None, "fp32"),
+    "train.compile": (False,),
+    "train.on_nan": ("stop",),
+    "train.early_stopping_patience": (None,),
+    "strategy.cp": (None, 1),
+    "strategy.ep": (None, 1),
+    "strategy.sequence_parallel": (False,),
+    "strategy.schedule": ("1f1b", "gpipe"),
+    "strategy.virtual_stages": (None, 1),
+    "strategy.plan": (None,),
+    "save.best": ("no",),
+    "save.async": (False,),
+    "log.report_to": (None, "none", ()),
+    "log.profile_steps": (None,),
+    "restarts": (0,),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "rdzv_endpoint": (None,),
+    "cluster": (None,),
+}
+
+
+def parse_run(tree: dict[str, Any]) -> RunConfig:
+    """The run that a tree describes; paths in it are relative to the working directory.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a value of the wrong kind, a feature
+            that is not built yet, or keys that contradict each other.
+    """
+    try:
+        run = RunConfig.model_validate(_without_empty_sections(tree, RunConfig))
+    except ValidationError as error:
+        raise _config_error(error.errors(include_url=False)) from None
+    for check in (_check_available, _check_batch, _check_length, _check_optimizer, _check_save, _check_eval):
+        check(run)
+    return run
+
+
+def known_keys() -> list[str]:
+    """Every key of the contract in dotted form, sections included."""
+    return list(_walk(RunConfig, ""))
+
+
+def get(run: RunConfig, dotted: str) -> Any:
+    """The value at a dotted key, as the contract spells it (``save.async``)."""
+    value: Any = run
+    for part in dotted.split("."):
+        value = getattr(value, "async_" if part == "async" else part)
+    return value
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section class that a field holds, for ``X`` and for ``X | None``."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        yield key
+        section = _section(field.annotation)
+        if section is not None:
+            yield from _walk(section, f"{key}.")
+
+
+def _without_empty_sections(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """A section whose lines are all commented out reads as null, and means its defaults."""
+    sections = {name for name, field in model.model_fields.items() if _section(field.annotation)}
+    return {key: value for key, value in tree.items() if value is not None or key not in sections}
+
+
+def _config_error(errors: list[ErrorDetails]) -> ConfigError:
+    """One message for all that is wrong; the kinds that a value may have are joined by ``or``."""
+    found: dict[str, tuple[str, list[str], str]] = {}
+    for error in errors:
+        key = _dotted(error["loc"])
+        shown = key if error["type"] in ("missing", "invalid_key") else f"{key} = {error['input']!r}"
+        rule, remedy = _explain(error, key)
+        known = found.setdefault(key, (shown, [], remedy))
+        if rule not in known[1]:
+            known[1].append(rule)
+    (value, rules, remedy), *others = found.values()
+    more = [f"Also {shown}: {_either(rules)}" + (f" ({hint})" if hint else "") for shown, rules, hint in others]
+    return ConfigError(value, _either(rules), ". ".join(filter(None, [remedy, *more])))
+
+
+def _either(rules: list[str]) -> str:
+    return ", or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """``('strategy', 'stages', 0)`` -> ``strategy.stages[0]``; names of union branches are left out."""
+    key = ""
+    model: type[BaseModel] | None = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif model is not None:
+            key += f".{part}" if key else part
+            fields = {field.alias or name: field for name, field in model.model_fields.items()}
+            model = _section(fields[part].annotation) if part in fields else None
+    return key
+
+
+def _explain(error: ErrorDetails, key: str) -> tuple[str, str]:
+    kind, given = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        return "unknown key", _suggest(key)
+    if kind == "missing":
+        return "missing", f"Give it as {key}=VALUE"
+    if kind == "literal_error":
+        choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        near = nearest(str(given).lower(), choices)
+        return f"must be {error['ctx']['expected']}", f"Did you mean {near}?" if near else ""
+    if kind in ("model_type", "model_attributes_type"):
+        return "is a section of keys, not a value", f"Write {key}.KEY=..., one of {_children(key)}"
+    if kind == "tuple_type":
+        return "must be a list", "Write it in brackets, such as [4, 3]"
+    if kind == "string_type":
+        return "must be text", f"Write it in quotes: {key}='{given}'" if isinstance(given, int | float) else ""
+    if kind == "value_error":
+        return str(error["ctx"]["error"]), ""
+    return error["msg"].replace("Input should be", "must be"), ""
+
+
+def _children(key: str) -> str:
+    return ", ".join(known.removeprefix(f"{key}.") for known in known_keys() if known.startswith(f"{key}."))
+
+
+def _suggest(key: str) -> str:
+    """The nearest key of the same section, else the same name in another section, else what there is."""
+    section, _, name = key.rpartition(".")
+    siblings = [known.rpartition(".")[2] for known in known_keys() if known.rpartition(".")[0] == section]
+    near = nearest(name, siblings)
+    if near is not None:
+        return f"Did you mean {section + '.' if section else ''}{near}?"
+    by_name = {known.rpartition(".")[2]: known for known in known_keys()}
+    other = nearest(name, by_name, cutoff=0.75)  # other sections have many short names
+    return f"Did you mean {by_name[other]}?" if other else f"Known keys here: {', '.join(siblings)}"
+
+
+def _check_available(run: RunConfig) -> None:
+    for key, neutral in _NEUTRAL.items():
+        value = get(run, key)
+        if value not in neutral:
+            works = next((choice for choice in neutral if choice not in (None, ())), None)
+            names = ", ".join(map(str, neutral)) if key == "data.format" else str(works).lower()
+            shown = (
+                f"{key} = {value.model_dump(exclude_unset=True)}"
+                if isinstance(value, BaseModel)
+                else f"{key} = {value!r}"
+            )
+            raise ConfigError(shown, NOT_AVAILABLE, "Leave it out" if works is None else f"Use {key}: {names}")
+    if run.strategy.recompute == "selective":
+        raise ConfigError("strategy.recompute = 'selective'", NOT_AVAILABLE, "Use none, full or a number of blocks")
+
+
+def _refuse(unless: bool, value: str, rule: str, remedy: str) -> None:
+    if not unless:
+        raise ConfigError(value, rule, remedy)
+
+
+def _check_batch(run: RunConfig) -> None:
+    rows, accumulation = run.train.global_batch_size, run.train.gradient_accumulation_steps
+    _refuse(
+        rows is None or accumulation is None,
+        f"train.global_batch_size = {rows} and train.gradient_accumulation_steps = {accumulation}",
+        "are two ways to say the same thing",
+        "Give one of them",
+    )
+    _refuse(
+        accumulation is None or run.strategy.micro_batch_size is not None,
+        f"train.gradient_accumulation_steps = {accumulation}",
+        "needs strategy.micro_batch_size: the global batch is their product over all data ranks",
+        "Give strategy.micro_batch_size, or train.global_batch_size instead",
+    )
+
+
+def _check_length(run: RunConfig) -> None:
+    epochs, steps = run.train.epochs, run.train.max_steps
+    _refuse(
+        epochs is None or steps is None,
+        f"train.epochs = {epochs} and train.max_steps = {steps}",
+        "only one of them can end the run",
+        "Give one of them",
+    )
+    warmup_steps, ratio = run.train.warmup_steps, run.train.warmup_ratio
+    _refuse(
+        not (warmup_steps and ratio),
+        f"train.warmup_steps = {warmup_steps} and train.warmup_ratio = {ratio}",
+        "only one of them can set the warm-up",
+        "Give one of them",
+    )
+
+
+def _check_optimizer(run: RunConfig) -> None:
+    """An option of the other optimizer would be ignored; nothing is ignored silently."""
+    train = run.train
+    foreign = ("momentum",) if train.optimizer == "adamw" else ("adam_beta1", "adam_beta2", "adam_eps")
+    other = {"adamw": "sgd", "sgd": "adamw"}[train.optimizer]
+    for name in foreign:
+        _refuse(
+            getattr(train, name) == type(train).model_fields[name].default,
+            f"train.{name} = {getattr(train, name)}",
+            f"belongs to the optimizer {other}, and train.optimizer is {train.optimizer}",
+            f"Leave train.{name} out, or use train.optimizer: {other}",
+        )
+
+
+def _check_interval(key: str, strategy: str, steps: int | None) -> None:
+    _refuse(
+        strategy != "steps" or steps is not None,
+        f"{key}.strategy = 'steps'",
+        f"needs {key}.steps, the number of steps between two",
+        f"Give {key}.steps=100, or {key}.strategy=epoch",
+    )
+    _refuse(
+        strategy == "steps" or steps is None,
+        f"{key}.steps = {steps}",
+        f"has no effect while {key}.strategy is {strategy}",
+        f"Set {key}.strategy: steps, or leave {key}.steps out",
+    )
+
+
+def _check_save(run: RunConfig) -> None:
+    _check_interval("save", run.save.strategy, run.save.steps)
+
+
+def _check_eval(run: RunConfig) -> None:
+    _check_interval("eval", run.eval.strategy, run.eval.steps)
+    _refuse(
+        run.eval.strategy == "no" or run.data.eval is not None,
+        f"eval.strategy = {run.eval.strategy!r}",
+        "needs rows to evaluate",
+        "Give data.eval=FILE, or eval.strategy=no",
+    )

@@ -1,0 +1,110 @@
+"""What a checkpoint of a run holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.store import (
+    SlicedTensor,
+    list_checkpoints,
+    load_checkpoint,
+    read_state,
+    tensor_state,
+)
+from shardwise.data.batch import LoaderState
+from shardwise.errors import CheckpointError
+from shardwise.parallel.model import ParallelModel
+from shardwise.spec.run import RunConfig
+from shardwise.train.optim import Optimizer
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """How far a run is. ``num_updates`` leaves out the steps that had nothing to learn."""
+
+    step: int = 0
+    num_updates: int = 0
+    loader: LoaderState = field(default_factory=LoaderState)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrainState:
+        return cls(data["step"], data["num_updates"], LoaderState.from_json(data["loader"]))
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What must be the same for a checkpoint to be gone on from."""
+
+    model: str
+    optimizer: str
+    data: str
+
+    def check(self, saved: dict[str, str], checkpoint: Path) -> None:
+        """Refuse a checkpoint of another run, by the name of what differs."""
+        for name, value in asdict(self).items():
+            if saved.get(name) != value:
+                raise CheckpointError(
+                    f"resume from {checkpoint}",
+                    f"its {name} is {saved.get(name)}, that of this run {value}",
+                    f"Resume with the same {name}, or start anew with resume=no in another output_dir",
+                )
+
+
+def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, SlicedTensor]:
+    """Weights and optimizer state by parameter name, as slices that share the live storage."""
+    tensors = tensor_state([(shard.layout, shard.data) for shard in model.shards], "model")
+    for slot in optimizer.slots:
+        tensors |= tensor_state([(s.layout, value) for s, value in optimizer.state(slot)], f"optimizer.{slot}")
+    return tensors
+
+
+def find_checkpoint(run: RunConfig) -> Path | None:
+    """The checkpoint that ``resume`` means: the newest complete one, the one given, or None to start."""
+    if run.resume == "no":
+        return None
+    if run.resume == "auto":
+        found = list_checkpoints(Path(run.output_dir) / CHECKPOINTS)
+        return found[-1] if found else None
+    return Path(run.resume)
+
+
+def restore(checkpoint: Path, identity: RunIdentity, model: ParallelModel, optimizer: Optimizer) -> TrainState:
+    """Load weights and optimizer state in place and return where the run stands.
+
+    Raises:
+        CheckpointError: a checkpoint of another model, optimizer or data set, or an incomplete one.
+    """
+    saved = read_state(checkpoint)
+    identity.check(saved["identity"], checkpoint)
+    load_checkpoint(checkpoint, all_tensors(model, optimizer))
+    state = TrainState.from_json(saved["train"])
+    optimizer.set_num_updates(state.num_updates)
+    return state
+
+
+def changes(saved: dict[str, Any], run: RunConfig) -> list[str]:
+    """``train.learning_rate: 5e-05 -> 1e-05`` for every key that differs from the run that saved."""
+    before, now = _flat(saved), _flat(run.model_dump(mode="json"))
+    ignored = ("resume", "overwrite", "output_dir")
+    return [
+        f"{key}: {before.get(key)} -> {value}"
+        for key, value in now.items()
+        if key not in ignored and before.get(key) != value
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

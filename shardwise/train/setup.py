@@ -1,0 +1,113 @@
+"""From ``run.yaml`` and ``plan.json`` to a model with its weights, the rows and the optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from shardwise.checkpoint.hf import load_slices, stored_dtype
+from shardwise.data.loader import Loader, LoaderSettings
+from shardwise.data.rows import Row, load_rows, row_hash
+from shardwise.errors import ShardwiseError
+from shardwise.models.build import build_on_meta
+from shardwise.models.init import distributions, fill_random
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.model import ParallelModel
+from shardwise.spec.plan import Plan
+from shardwise.spec.run import RunConfig
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A parallel model with its weights, and what an export needs to know of the whole model."""
+
+    model: ParallelModel
+    shapes: dict[str, tuple[int, ...]]
+    export_dtype: torch.dtype
+
+
+def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Plan]:
+    """Build on meta, split by the plan, read or draw this rank's slices.
+
+    Returns:
+        The model, and the plan with its sharding table filled in.
+    """
+    folder = Path(run.model)
+    hf_model = build_on_meta(folder, run.attn_implementation)
+    shapes = {name: tuple(parameter.shape) for name, parameter in hf_model.named_parameters()}
+    aliases = [name for name, _ in hf_model.named_parameters(remove_duplicate=False) if name not in shapes]
+    random = run.model_init == "random"
+    dists = distributions(hf_model) if random else {}
+    model, table = parallelize(hf_model, mesh)
+    if random:
+        fill_random(model.shards, dists, run.train.seed)
+    else:
+        load_slices(folder, model.shards, shapes, aliases)
+    dtype = (None if random else stored_dtype(folder)) or hf_model.config.dtype or torch.float32
+    return LoadedModel(model, shapes, dtype), replace(plan, table=table.to_json())
+
+
+def seed_dropout(run: RunConfig, mesh: Mesh) -> None:
+    """Seed the default generator by data, tensor and pipeline rank.
+
+    Attention, the only place with dropout in the supported families, works on this rank's heads and rows,
+    so its masks have to differ between ranks.
+    """
+    place = f"{run.train.seed}/{mesh.data_rank}/{mesh.coordinate('tp')}/{mesh.coordinate('pp')}"
+    torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little") >> 1)
+
+
+def read_rows(path: str, run: RunConfig, plan: Plan, say: Callable[[str], None]) -> list[Row]:
+    """The rows of a data file, read and tokenised once, by rank 0, and handed to all.
+
+    Raises:
+        ShardwiseError: rank 0's refusal, on every rank.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = load_rows(
+                Path(path),
+                run,
+                vocab_size=plan.model.vocab_size,
+                tokenizer=lambda: AutoTokenizer.from_pretrained(run.tokenizer or run.model),
+                max_positions=plan.model.max_position_embeddings,
+                notify=say,
+            )
+        except ShardwiseError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], ShardwiseError):
+        raise box[0]
+    rows: list[Row] = box[0]
+    return rows
+
+
+def data_fingerprint(rows: list[Row]) -> str:
+    """Names a data set by its ids, so that a resume on another one is refused."""
+    return hashlib.sha256("".join(row_hash(row) for row in rows).encode()).hexdigest()[:16]
+
+
+def make_loader(rows: list[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> Loader:
+    """The loader of this rank's rows."""
+    seed = run.data.seed if run.data.seed is not None else run.train.seed
+    settings = LoaderSettings(
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.strategy.micro_batch_size,
+        data_rank=mesh.data_rank,
+        num_data_ranks=plan.strategy.dp,
+        min_micro_batches=plan.strategy.pp,
+        shuffle=run.data.shuffle,
+        seed=seed,
+        drop_last=run.data.drop_last,
+        log_rows=run.log.rows,
+    )
+    return Loader(rows, settings)

@@ -1,0 +1,83 @@
+"""``train(context)``: what one rank of a job does, from its files to its export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.store import read_state
+from shardwise.config import load_yaml
+from shardwise.parallel.mesh import build_mesh
+from shardwise.spec.plan import Plan
+from shardwise.spec.rules import parse_run
+from shardwise.spec.run import RunConfig
+from shardwise.train.context import WorkerContext
+from shardwise.train.memory import MemoryMeter
+from shardwise.train.optim import Optimizer
+from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, restore
+from shardwise.train.setup import data_fingerprint, load_model, make_loader, read_rows, seed_dropout
+from shardwise.train.trainer import Trainer, TrainerParts
+
+
+def train(context: WorkerContext) -> dict[str, Any]:
+    """Train as ``run.yaml`` and ``plan.json`` in the output folder say.
+
+    Returns:
+        ``{"stopped": signal name}`` after a stop that the user asked for, else an empty dictionary.
+
+    Raises:
+        ShardwiseError: something that only shows with the weights or the data at hand.
+    """
+    run = parse_run(load_yaml(context.output_dir / "run.yaml"))
+    plan = Plan.load(context.output_dir / "plan.json")
+    parts = build_parts(run, plan, context)
+    trainer = Trainer(parts, _start(parts))
+    stopped = trainer.train()
+    return {"stopped": stopped} if stopped else {}
+
+
+def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerParts:
+    """Rows first (a refusal costs no weights), then the model, then the optimizer."""
+    device = torch.device(plan.device_type, context.local_rank) if plan.device_type != "cpu" else torch.device("cpu")
+    mesh = build_mesh(plan.strategy, device)
+
+    def say(text: str) -> None:
+        if context.terminal is not None:
+            print(text, file=context.terminal, flush=True)
+
+    assert run.data.train is not None
+    rows = read_rows(run.data.train, run, plan, say)
+    loader = make_loader(rows, run, plan, mesh)
+    if loader.dropped_rows:
+        say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
+    eval_rows = read_rows(run.data.eval, run, plan, say) if run.data.eval else None
+    meter = MemoryMeter(device)
+    seed_dropout(run, mesh)
+    loaded, plan = load_model(run, plan, mesh)
+    if context.rank == 0:
+        plan.save(context.output_dir / "plan.json")
+    return TrainerParts(
+        run=run,
+        context=context,
+        loaded=loaded,
+        optimizer=Optimizer(loaded.model.shards, run.train),
+        loader=loader,
+        eval_loader=make_loader(eval_rows, run, plan, mesh) if eval_rows is not None else None,
+        identity=RunIdentity(plan.model.hash, run.train.optimizer, data_fingerprint(rows)),
+        meter=meter,
+    )
+
+
+def _start(parts: TrainerParts) -> TrainState:
+    checkpoint = find_checkpoint(parts.run)
+    if checkpoint is None:
+        return TrainState()
+    state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
+    terminal = parts.context.terminal
+    if terminal is not None:
+        print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
+        for line in changes(read_state(checkpoint)["run"], parts.run):
+            print(f"  changed {line}", file=terminal, flush=True)
+    return state
