@@ -90,12 +90,16 @@ def _train(tree: dict[str, Any]) -> int:
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     plan.save(output_dir / "plan.json")
-    show_plan(run, plan, Console(stderr=True))
+    console = Console(stderr=True)
+    show_plan(run, plan, console)
     code = launch(output_dir, plan.devices)
     export = output_dir / "export"
     if code == 0 and run.save.export:
-        print(f"exported model: {export}", file=sys.stderr)
-        print(export)
+        print("exported model:", file=sys.stderr, flush=True)
+        print(export, flush=True)
+        from shardwise.report.answers import show_answers  # loads transformers
+
+        show_answers(run, plan, export, console)
     return code
 
 

@@ -63,6 +63,14 @@ class _Dumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = {first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 
+    def represent_str(self, text: str) -> Any:
+        """Control characters and Unicode line breaks survive in double quotes alone."""
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 for _tag, _pattern, _first in _SCALARS:
     for _class in (_Loader, _Dumper):

@@ -114,20 +114,7 @@ def check_messages(messages: Any) -> None:
     if not messages:
         raise BadRow("the conversation is empty")
     for turn, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise BadRow(f"turn {turn} is a {type(message).__name__}, expected an object with role and content")
-        if "role" not in message:
-            foreign = " (looks like ShareGPT's from and value)" if "from" in message else ""
-            raise BadRow(f"turn {turn} has no role{foreign}")
-        role, content = message["role"], message.get("content")
-        if role not in ROLES:
-            raise BadRow(f"turn {turn} has role {role!r}; roles are {', '.join(ROLES)}")
-        if content is None:
-            raise BadRow(f"turn {turn} ({role}) has no content")
-        if not isinstance(content, str):
-            raise BadRow(f"turn {turn} ({role}) has a {type(content).__name__} as content, expected text")
-        if not content.strip() and role != "system":
-            raise BadRow(f"turn {turn} ({role}) has empty content")
+        _check_message(f"turn {turn}", message)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise BadRow("no turn of the assistant")
@@ -135,37 +122,77 @@ def check_messages(messages: Any) -> None:
         raise BadRow(f"the conversation ends with a turn of role {roles[-1]}, nobody answers it")
 
 
+def _check_message(name: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise BadRow(f"{name} is a {type(message).__name__}, expected an object with role and content")
+    if "role" not in message:
+        foreign = " (looks like ShareGPT's from and value)" if "from" in message else ""
+        raise BadRow(f"{name} has no role{foreign}")
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise BadRow(f"{name} has role {role!r}; roles are {', '.join(ROLES)}")
+    if content is None:
+        raise BadRow(f"{name} ({role}) has no content")
+    if not isinstance(content, str):
+        raise BadRow(f"{name} ({role}) has a {type(content).__name__} as content, expected text")
+    if not content.strip() and role != "system":
+        raise BadRow(f"{name} ({role}) has empty content")
+
+
 def assistant_spans(messages: list[Message], text: str, render: Render) -> list[tuple[int, int]]:
     """Character spans ``[start, end)`` of the assistant's turns in ``text``, the rendering of all ``messages``.
 
     Raises:
-        BadRow: the template writes the beginning of this conversation otherwise when more turns follow.
+        BadRow: the template writes the beginning of this conversation otherwise when more turns follow, or leaves
+            out what the assistant says.
     """
     spans = []
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(messages[:k], True)
+        content = message["content"].strip()
+        start = _start(messages[:k], content, text, render)
         until = text if k == len(messages) - 1 else render(messages[: k + 1], False)
-        start = len(prompt)
-        end = len(until) if text.startswith(until) else _end_by_content(message["content"], until, text, start)
-        if not text.startswith(prompt) or end is None or end <= start:
-            rule = "the chat template does not write it the same way when the conversation goes on"
-            raise BadRow(f"turn {k + 1} (assistant) cannot be found: {rule}")
+        end = len(until) if text.startswith(until) else _end_by_content(content, until, text, start)
+        if start is None or end is None or end <= start:
+            rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
+            raise BadRow(f"turn {k + 1} (assistant) cannot be found: {rule}, or tokenise the rows yourself")
+        # Its last line, since a template may set a thought before the answer apart.
+        if content.splitlines()[-1] not in text[start:end]:
+            raise BadRow(f"the chat template leaves out the text of turn {k + 1} (it may want a list of parts)")
         spans.append((start, end))
     return spans
 
 
-def _end_by_content(content: str, until: str, text: str, start: int) -> int | None:
+def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
+    """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
+
+    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, and
+    no later than its content.
+    """
+    prompt = render(before, True)
+    if text.startswith(prompt):
+        return len(prompt)
+    plain = render(before, False)
+    if not text.startswith(plain):
+        return None
+    pairs = enumerate(zip(prompt, text, strict=False))
+    parting = next((place for place, (ours, theirs) in pairs if ours != theirs), len(text))
+    place = text.find(content, len(plain))
+    return min(parting, place) if place >= 0 else parting
+
+
+def _end_by_content(content: str, until: str, text: str, start: int | None) -> int | None:
     """End of a turn that the template decorates only while it is the last one (an empty thought, say).
 
     What follows the content in ``until``, where the turn is last, is its end; the same must follow it in ``text``.
     """
-    content = content.strip()
-    head, found, tail = until.rpartition(content)
+    if start is None:
+        return None
+    _, found, tail = until.rpartition(content)
     begin = start + len(text[start:]) - len(text[start:].lstrip())
     end = begin + len(content)
-    return end + len(tail) if found and head and text.startswith(content + tail, begin) else None
+    return end + len(tail) if found and text.startswith(content + tail, begin) else None
 
 
 def _template_text(template: str) -> str:

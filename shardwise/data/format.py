@@ -9,6 +9,7 @@ import numpy as np
 
 IGNORED = -100  # a label with this value is not supervised
 Format = Literal["tokens", "messages"]
+FORMATS: tuple[Format, ...] = ("tokens", "messages")
 _KEY: dict[Format, str] = {"tokens": "input_ids", "messages": "messages"}
 
 # What rows of other tools look like: the keys that give them away, and their name.

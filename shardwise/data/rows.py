@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.chat import ChatEncoder
-from shardwise.data.format import IGNORED, BadRow, Format, Tokens, check_format, check_ids, format_of, read_tokens
+from shardwise.data.format import (
+    FORMATS,
+    IGNORED,
+    BadRow,
+    Format,
+    Tokens,
+    check_format,
+    check_ids,
+    format_of,
+    read_tokens,
+)
 from shardwise.data.source import Record, read_records, show
 from shardwise.errors import ConfigError
 from shardwise.spec.run import RunConfig
@@ -76,7 +86,7 @@ def load_rows(
     records = read_records(path, data.max_samples)
     if not records:
         raise ConfigError(name, "the data file holds no rows")
-    kind = _kind(records) if data.format == "auto" else data.format
+    kind = _kind(records, data.format)
     encode = _encoder(kind, run, vocab_size, tokenizer, max_positions)
     limit = _Limit.of(data.max_length, max_positions)
     sorted_ = _sort(records, kind, encode, limit, data.on_long)
@@ -122,9 +132,10 @@ class _Sorted:
     truncated: dict[int, int] = field(default_factory=dict)
 
 
-def _kind(records: list[Record]) -> Format | None:
-    """The format of the file: that of its first row that has one."""
-    return next((kind for record in records if (kind := format_of(record.value))), None)
+def _kind(records: list[Record], given: str) -> Format | None:
+    """The format of the file: the given one; for ``auto`` that of its first row that has one."""
+    named = next((name for name in FORMATS if name == given), None)
+    return named or next((kind for record in records if (kind := format_of(record.value))), None)
 
 
 def _encoder(
@@ -188,13 +199,14 @@ def _bad_rows(name: str, found: _Sorted, total: int, *, skipping: bool) -> Confi
     """One message for all bad rows: the first few spelled out, the rest counted."""
     if skipping:
         return ConfigError(name, f"no valid rows: {len(found.bad)} left out because {_by_reason(found.bad)}")
-    remedy = "Correct them" + (", or leave them out with data.on_bad_rows=skip" if len(found.bad) < total else "")
     if len(found.bad) == 1:
         ((line, reason),) = found.bad.items()
-        return ConfigError(f"{name}:{line}", reason, remedy.replace("them", "it"))
-    lines = [f"\n  {name}:{line}: {reason}" for line, reason in list(found.bad.items())[:_SHOWN]]
-    more = f"\n  and {len(found.bad) - _SHOWN} more" if len(found.bad) > _SHOWN else ""
-    return ConfigError(name, f"{len(found.bad)} of {total} rows cannot be used{''.join(lines)}{more}\n ", remedy)
+        return ConfigError(f"{name}:{line}", reason, "Correct it")
+    lines = [f"{name}:{line}: {reason}" for line, reason in list(found.bad.items())[:_SHOWN]]
+    if len(found.bad) > _SHOWN:
+        lines.append(f"and {len(found.bad) - _SHOWN} more")
+    rule = f"{len(found.bad)} of {total} rows cannot be used"
+    return ConfigError(name, rule, "\n  ".join(["Correct them:", *lines]))
 
 
 def _by_reason(bad: dict[int, str]) -> str:

@@ -58,11 +58,10 @@ def read_text(path: Path) -> str:
 def _read_bytes(path: Path) -> bytes:
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(show(path), f"a data file ends in {' or '.join(SUFFIXES)}", "Convert it to JSON lines")
-    # As bytes: under LC_ALL=C the interpreter itself would refuse to encode a name that is not ASCII.
-    name = os.fspath(path).encode("utf-8", "surrogateescape")
+    # By its UTF-8 bytes: under LC_ALL=C the interpreter would refuse to encode a name that is not ASCII.
+    name = os.fsdecode(os.fspath(path).encode("utf-8", "surrogateescape"))
     try:
-        with open(name, "rb") as file:
-            return file.read()
+        return Path(name).read_bytes()
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, _siblings(path), n=1)
         remedy = f"Nearest name there: {show(Path(near[0]))}" if near else ""
@@ -146,29 +145,38 @@ def _array_records(path: Path, text: str) -> list[Record]:
     """The items of one JSON array, decoded one by one so that each has its line; an error ends the list."""
     start = _skip(text, 0)
     if text[start : start + 1] != "[":
-        lines = text.strip().split("\n")
-        several = text[start : start + 1] == "{" and len(lines) > 1 and not _parse_line(1, lines[0].strip()).error
-        remedy = f"It looks like JSON lines: rename it to {show(path.with_suffix('.jsonl'))}" if several else ""
-        raise ConfigError(f"{show(path)}:1", "a .json data file holds one array of rows", remedy)
-    decoder, records, line, counted = json.JSONDecoder(), [], 1, 0
+        raise _no_array(path, text)
+    decoder, records = json.JSONDecoder(), list[Record]()
     position = _skip(text, start + 1)
-    if text[position : position + 1] == "]":
-        return []
-    while True:
+    line, counted = 1, 0
+    closed = text[position : position + 1] == "]"
+    if closed:
+        position = _skip(text, position + 1)
+    while not closed:
         line, counted = line + text.count("\n", counted, position), position
         try:
-            value, position = decoder.raw_decode(text, position)
+            value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            trailing = records and text[position : position + 1] == "]"
-            return [*records, Record(line, error="a comma before the closing ]" if trailing else _reason(error))]
+            comma = records and text[position : position + 1] == "]"
+            return [*records, Record(line, error="a comma before the closing ]" if comma else _reason(error))]
         records.append(Record(line, value))
-        position = _skip(text, position)
-        if text[position : position + 1] == "]":
-            return records
-        if text[position : position + 1] != ",":
+        position = _skip(text, end)
+        closed = text[position : position + 1] == "]"
+        if not closed and text[position : position + 1] != ",":
             line += text.count("\n", counted, position)
             return [*records, Record(line, error="not JSON: the array goes on without a comma or a closing ]")]
         position = _skip(text, position + 1)
+    if position < len(text):
+        line += text.count("\n", counted, position)
+        records.append(Record(line, error="not JSON: something follows the array"))
+    return records
+
+
+def _no_array(path: Path, text: str) -> ConfigError:
+    lines = text.strip().split("\n")
+    several = len(lines) > 1 and lines[0].startswith("{") and not _parse_line(1, lines[0].strip()).error
+    remedy = f"It looks like JSON lines: rename it to {show(path.with_suffix('.jsonl'))}" if several else ""
+    return ConfigError(f"{show(path)}:1", "a .json data file holds one array of rows", remedy)
 
 
 def _skip(text: str, position: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from contextlib import suppress
 
 from shardwise.launch.forkserver import LAUNCHER_PID
 from shardwise.launch.lifeline import die_with_parent
@@ -30,8 +31,8 @@ MODULES = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "shardwise.launch.worker",
-    "shardwise.train.worker",
 )
+TRAINER = "shardwise.train.worker"  # preloaded to save time only: a worker that needs it imports it and reports failure
 
 
 def _import_all() -> str | None:
@@ -41,6 +42,8 @@ def _import_all() -> str | None:
             importlib.import_module(name)
         except Exception as error:
             return f"{name}: {type(error).__name__}: {error}"
+    with suppress(Exception):
+        importlib.import_module(TRAINER)
     return None
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
 from shardwise.errors import ConfigError
 
 
@@ -16,10 +20,6 @@ def generate(folder: Path, prompts: Sequence[str], max_new_tokens: int = 64) -> 
     """
     if not (folder / "config.json").exists():
         raise ConfigError(str(folder), "not a Hugging Face model folder (no config.json)", "Give a run's export folder")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

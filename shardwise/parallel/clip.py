@@ -27,9 +27,11 @@ def owned_squared_norm(shards: Iterable[Shard]) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_gradients(shards: Iterable[Shard], norm: float, max_norm: float | None) -> None:
-    """Scale all local gradients by ``max_norm / norm`` where the norm is above ``max_norm``."""
-    if not max_norm or norm <= max_norm:
-        return
-    gradients = [shard.grad for shard in shards if shard.grad is not None]
+    """Scale all local gradients so that the whole norm is at most ``max_norm``.
+
+    The factor is that of ``torch.nn.utils.clip_grad_norm_``, its 1e-6 included.
+    """
+    factor = max_norm / (norm + 1e-6) if max_norm else 1.0
+    gradients = [shard.grad for shard in shards if shard.grad is not None] if factor < 1.0 else []
     if gradients:
-        torch._foreach_mul_(gradients, max_norm / norm)
+        torch._foreach_mul_(gradients, factor)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
     _ComputationType,
     _PipelineScheduleRuntime,
 )
@@ -114,12 +116,13 @@ class PipelineEngine:
             [stage], shapes.num_micro_batches, loss_fn=lambda output, target: output, scale_grads=False
         )
         runtime._has_backward = backward
-        lists = (
-            action_lists(self.schedule, self.num_stages, shapes.num_micro_batches)
-            if backward
-            else forward_only(self.num_stages, shapes.num_micro_batches)
-        )
-        runtime._prepare_schedule_with_comms(_torch_actions(lists))
+        if backward:
+            lists = action_lists(self.schedule, self.num_stages, shapes.num_micro_batches)
+            runtime._prepare_schedule_with_comms(_torch_actions(lists))
+        else:  # torch's own check wants a backward for each forward, so evaluation is lowered here
+            lists = forward_only(self.num_stages, shapes.num_micro_batches)
+            lowered = {rank: _add_unshard_reshard(actions) for rank, actions in _torch_actions(lists).items()}
+            runtime.pipeline_order_with_comms = _add_send_recv(lowered, lambda stage: stage, self.num_stages)
         return runtime
 
     def _border(self, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:

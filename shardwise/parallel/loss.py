@@ -16,7 +16,9 @@ class _TokenLossSum(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, group: dist.ProcessGroup | None
     ) -> torch.Tensor:
         supervised = (targets != IGNORED).nonzero().squeeze(1)
-        scores = logits[supervised].float()
+        scores = logits[supervised]
+        if scores.dtype in (torch.bfloat16, torch.float16):
+            scores = scores.float()
         local_targets = targets[supervised] - start
         foreign = (local_targets < 0) | (local_targets >= scores.shape[1])
         local_targets = local_targets.masked_fill(foreign, 0).unsqueeze(1)

@@ -1,0 +1,27 @@
+"""Shared by all tests: the largest error of the parity table is shown at the end, so that drift shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+_WORST: dict[str, tuple[float, str]] = {}
+
+
+@pytest.fixture
+def note_error(request: pytest.FixtureRequest) -> Iterator[object]:
+    """Call it with (kind, error); the largest of each kind is printed after the run."""
+
+    def note(kind: str, error: float) -> None:
+        if error >= _WORST.get(kind, (-1.0, ""))[0]:
+            _WORST[kind] = (error, request.node.name)
+
+    yield note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _WORST:
+        terminalreporter.section("largest errors against one process")
+        for kind, (error, name) in sorted(_WORST.items()):
+            terminalreporter.write_line(f"{kind:24} {error:.2e}  {name}")

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.data.chat import ChatEncoder
+from shardwise.data.rows import Row
+from shardwise.errors import ConfigError
+from tests.data.helpers import CHATML, load, make_tokenizer, write
+
+SAY = {
+    "one turn": ["user:Hello there", "assistant:I am fine, thank you."],
+    "many turns": [
+        "user:Hello",
+        "assistant:Hi 😀",
+        "user:你好",
+        "assistant:今天天气很好。",
+        "user:42?",
+        "assistant:42",
+    ],
+    "system": ["system:You are kind.", "user:Hello", "assistant: padded \n\n answer "],
+    "two answers in a row": ["user:Hello", "assistant:one", "assistant:two"],
+    "the same words": ["user:Hello", "assistant:Hello", "user:Hello", "assistant:Hello"],
+}
+# Qwen3's habit: an empty thought before the last answer only.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Puts the system message into the last user turn, as Mistral's templates do.
+FOLDING = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.index >= messages | length - 1 %}SYS {% endif %}"
+    "{{ m.content }}]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def conversation(*turns: str) -> dict[str, Any]:
+    return {"messages": [dict(zip(("role", "content"), turn.split(":", 1), strict=True)) for turn in turns]}
+
+
+def expected(tokenizer: PreTrainedTokenizerFast, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+    """Ids and labels, from pieces of text that are tokenised one by one (their borders are special tokens)."""
+    ids, labels = [], []
+    for text, supervised in pieces:
+        part = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += part
+        labels += part if supervised else [-100] * len(part)
+    return ids, labels
+
+
+def load_one(folder: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], **given: Any) -> Row:
+    (loaded,) = load(write(folder / "d.jsonl", [row]), len(tokenizer), tokenizer=lambda: tokenizer, **given)
+    return loaded
+
+
+@pytest.mark.parametrize("name", SAY)
+def test_the_loss_is_on_the_assistants_words_and_their_end_mark(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    pieces: list[tuple[str, bool]] = []
+    for turn in SAY[name]:
+        role, content = turn.split(":", 1)
+        pieces += [(f"<|im_start|>{role}\n", False), (f"{content}<|im_end|>\n", role == "assistant")]
+    ids, labels = expected(tokenizer, pieces)
+    row = load_one(tmp_path, tokenizer, conversation(*SAY[name]))
+    whole = tokenizer.apply_chat_template(conversation(*SAY[name])["messages"], tokenize=True)["input_ids"]
+    assert row.input_ids.tolist() == ids == whole
+    assert row.labels.tolist() == labels
+    answered = tokenizer.decode(row.labels[row.labels != -100])
+    assert answered == "".join(f"{turn[10:]}<|im_end|>\n" for turn in SAY[name] if turn.startswith("assistant"))
+
+
+def test_a_template_that_decorates_only_the_last_answer(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(THINKING)
+    row = load_one(tmp_path, tokenizer, conversation(*SAY["many turns"]))
+    answered = tokenizer.decode(row.labels[row.labels != -100])
+    assert answered == "Hi 😀<|im_end|>\n今天天气很好。<|im_end|>\n<think>\n\n</think>\n\n42<|im_end|>\n"
+
+
+@pytest.mark.parametrize("first", ["Hi", "<b>Hi</b>"])
+def test_a_generation_prompt_that_begins_a_thought_which_no_turn_has(tmp_path: Path, first: str) -> None:
+    tokenizer = make_tokenizer(CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"))
+    row = load_one(tmp_path, tokenizer, conversation("user:Hello", f"assistant:{first}", "user:you", "assistant:good"))
+    assert tokenizer.decode(row.labels[row.labels != -100]) == f"{first}<|im_end|>\ngood<|im_end|>\n"
+
+
+def test_a_template_that_leaves_out_what_is_said_is_refused(tmp_path: Path) -> None:
+    # Templates of models that also see images read a list of parts, and write nothing for a text.
+    parts = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"d\.jsonl:1: the chat template leaves out the text of turn 2"):
+        load_one(tmp_path, make_tokenizer(parts), conversation(*SAY["one turn"]))
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused_by_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(FOLDING)
+    assert load_one(tmp_path, tokenizer, conversation("user:Hello", "assistant:Hi"))
+    with pytest.raises(ConfigError, match=r"d\.jsonl:1: turn 2 \(assistant\) cannot be found"):
+        load_one(tmp_path, tokenizer, conversation("user:Hello", "assistant:Hi", "user:you", "assistant:Hi"))
+
+
+def test_the_loss_ends_with_the_turn_also_without_a_mark(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    row = load_one(tmp_path, tokenizer, conversation("user:4", "assistant:Hello", "user:2", "assistant:you"))
+    tokens = zip(tokenizer.convert_ids_to_tokens(row.input_ids.tolist()), row.labels.tolist(), strict=True)
+    assert [token for token, label in tokens if label == -100] == ["4", "2"]
+
+
+@pytest.mark.parametrize("printed", [False, True])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_one_bos_whoever_writes_it(tmp_path: Path, printed: bool, adds_bos: bool) -> None:
+    tokenizer = make_tokenizer(("{{ bos_token }}" if printed else "") + CHATML, adds_bos=adds_bos)
+    row = load_one(tmp_path, tokenizer, conversation(*SAY["one turn"]))
+    assert row.input_ids.tolist().count(tokenizer.bos_token_id) == int(printed or adds_bos)
+    assert len(row.labels) == len(row.input_ids)
+    assert tokenizer.decode(row.labels[row.labels != -100]) == "I am fine, thank you.<|im_end|>\n"
+
+
+def test_the_end_mark_is_supervised_when_it_is_the_padding_token_too(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>\n", "</s>"))
+    tokenizer.pad_token = tokenizer.eos_token
+    row = load_one(tmp_path, tokenizer, conversation(*SAY["one turn"]))
+    assert row.input_ids[-1] == row.labels[-1] == tokenizer.eos_token_id
+
+
+def test_a_token_that_a_merge_draws_over_the_border_holds_the_answer(tmp_path: Path) -> None:
+    # Prompt and answer meet inside "Hello": wherever the tokens break, the answer's last letter is supervised.
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    row = load_one(tmp_path, tokenizer, conversation("user:Hel", "assistant:lo there"))
+    answered = tokenizer.decode(row.labels[row.labels != -100])
+    assert "Hello there".endswith(answered)
+    assert answered.endswith("lo there")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": []}, "empty"),
+        ({"messages": None}, "NoneType"),
+        ({"messages": ["hi"]}, "turn 1 is a str"),
+        ({"messages": [{"role": "user", "content": None}]}, "turn 1 (user) has no content"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "turn 2 (assistant) has no content"),
+        (conversation("user:a", "assistant: "), "turn 2 (assistant) has empty content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "list as content"),
+        (conversation("user:a"), "no turn of the assistant"),
+        (conversation("user:a", "assistant:b", "user:c"), "ends with a turn of role user"),
+        (conversation("human:a", "gpt:b"), "role 'human'"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "ShareGPT"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "role ['user']"),
+        ({"input_ids": [1, 2]}, "format tokens"),
+    ],
+)
+def test_a_bad_conversation_is_refused_with_its_line_and_reason(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], reason: str
+) -> None:
+    path = write(tmp_path / "d.jsonl", [conversation("user:a", "assistant:b"), row])
+    with pytest.raises(ConfigError) as error:
+        load(path, tokenizer=lambda: tokenizer)
+    assert "d.jsonl:2: " in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_what_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("{{ raise_exception('no system here') if messages[0].role == 'system' }}" + CHATML)
+    with pytest.raises(ConfigError, match=r"d\.jsonl:1: .*no system here"):
+        load_one(tmp_path, tokenizer, conversation(*SAY["system"]))
+    broken = make_tokenizer("{{ messages[0].content + 1 }}")
+    with pytest.raises(ConfigError, match=r"d\.jsonl:1: the chat template"):
+        load_one(tmp_path, broken, conversation(*SAY["one turn"]))
+
+
+def test_the_template_can_be_a_file_or_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None)
+    with pytest.raises(ConfigError, match=r"no chat template.*chat_template=FILE"):
+        load_one(tmp_path, tokenizer, conversation(*SAY["one turn"]))
+    plain = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(plain)
+    by_text = load_one(tmp_path, tokenizer, conversation("user:Hello", "assistant:Hi"), chat_template=plain)
+    by_file = load_one(
+        tmp_path, tokenizer, conversation("user:Hello", "assistant:Hi"), chat_template=str(tmp_path / "chat.jinja")
+    )
+    assert tokenizer.decode(by_text.input_ids) == "Hello</s>Hi</s>"
+    assert by_text.labels.tolist() == by_file.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "words"), [("nowhere.jinja", "neither a file"), ("{% for m in messages %}", "not a valid template")]
+)
+def test_a_template_that_cannot_be_used_is_refused_at_once(template: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ChatEncoder(make_tokenizer(), template)
+
+
+def test_an_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "d.jsonl", [conversation("user:a", "assistant:b")])
+    with pytest.raises(
+        ConfigError, match=r"d\.jsonl:1: the tokenizer's id \d+ is outside the model's vocabulary \[0, 4\)"
+    ):
+        load(path, 4, tokenizer=lambda: tokenizer)
+
+
+def test_an_answer_beyond_the_limit_is_dropped_not_emptied(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    long_prompt = conversation("user:" + "Write a poem. " * 20, "assistant:Hi")
+    path = write(tmp_path / "d.jsonl", [long_prompt, conversation("user:a", "assistant:b")])
+    said: list[str] = []
+    rows = load(
+        path, len(tokenizer), tokenizer=lambda: tokenizer, max_length=32, on_long="truncate", notify=said.append
+    )
+    assert [row.line for row in rows] == [2]
+    assert "1 rows longer" in said[0]
