@@ -82,9 +82,7 @@ class Baseline:
 
     def __init__(self, layout: Layout, model_dir: Path, micro_batch_size: int, optimizer: str, head: str) -> None:
         self.layout, self.split_head = layout, head == "split" and layout.tp > 1
-        self.mesh = init_device_mesh(
-            "cpu", (layout.pp, layout.dp_shard, layout.tp), mesh_dim_names=("pp", "dp", "tp")
-        )
+        self.mesh = init_device_mesh("cpu", (layout.pp, layout.dp_shard, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
         self.pp_rank = self.mesh.get_local_rank("pp")
         self.dp_rank = self.mesh.get_local_rank("dp")
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()

@@ -91,7 +91,12 @@ def ours(setting: Setting) -> Callable[[Tensor, Tensor], float]:
     mesh = build_mesh(strategy, torch.device("cpu"))
     names = [name for name, _ in hf_model.named_parameters(remove_duplicate=False)]
     model, _ = parallelize(hf_model, mesh)
-    load_slices(folder, model.shards, [s for s in names if s != "lm_head.weight" or not hf_model.config.tie_word_embeddings], names)
+    load_slices(
+        folder,
+        model.shards,
+        [s for s in names if s != "lm_head.weight" or not hf_model.config.tie_word_embeddings],
+        names,
+    )
     optimizer = Optimizer(model.shards, TrainConfig())
     positions = torch.arange(LENGTH).expand(ROWS // layout.dp_shard // rows, rows, LENGTH)
 
@@ -100,7 +105,17 @@ def ours(setting: Setting) -> Callable[[Tensor, Tensor], float]:
         shape = positions.shape
         num_tokens = ids.numel()
         batch = Batch(
-            ids[own].view(shape), targets[own].view(shape), positions, num_tokens, num_tokens, ROWS, (), None, 0, 0, START
+            ids[own].view(shape),
+            targets[own].view(shape),
+            positions,
+            num_tokens,
+            num_tokens,
+            ROWS,
+            (),
+            None,
+            0,
+            0,
+            START,
         )
         result = train_step(model, optimizer, batch, LEARNING_RATE, MAX_GRAD_NORM, [])
         assert result.loss is not None
@@ -113,9 +128,7 @@ def baseline(setting: Setting) -> Callable[[Tensor, Tensor], float]:
     """The plain PyTorch step on this rank."""
     from benchmarks.baselines import Baseline
 
-    side = Baseline(
-        setting.layout, Path(setting.model_dir), setting.micro_batch_size, setting.optimizer, setting.head
-    )
+    side = Baseline(setting.layout, Path(setting.model_dir), setting.micro_batch_size, setting.optimizer, setting.head)
     return side.step
 
 
@@ -206,7 +219,9 @@ def check_losses(layout: str, got: Sequence[float], want: Sequence[float]) -> No
     """
     worst = max(abs(g - w) / abs(w) for g, w in zip(got, want, strict=True))
     if worst > LOSS_TOLERANCE:
-        sys.exit(f"{layout}: losses differ by {worst:.1e} (limit {LOSS_TOLERANCE:.0e}):\n  ours     {got}\n  baseline {want}")
+        sys.exit(
+            f"{layout}: losses differ by {worst:.1e} (limit {LOSS_TOLERANCE:.0e}):\n  ours     {got}\n  baseline {want}"
+        )
 
 
 def show(reports: Sequence[dict[str, Any]]) -> None:
@@ -233,7 +248,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--micro-batch", type=int, default=2, help="rows of a micro-batch under a pipeline")
     parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused", help="AdamW of the baseline")
-    parser.add_argument("--head", choices=("split", "gathered"), default="split", help="logits of the baseline under TP")
+    parser.add_argument(
+        "--head", choices=("split", "gathered"), default="split", help="logits of the baseline under TP"
+    )
     parser.add_argument("--sides", default=f"{OURS},{BASELINE}", help="which sides to run")
     parser.add_argument("--no-memory", action="store_true", help="leave out the runs that measure memory")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON too")

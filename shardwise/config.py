@@ -12,7 +12,7 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -23,8 +23,23 @@ NOT_AVAILABLE = "not available in this version"
 
 # A bare name of these on the command line is short for ``strategy.NAME``.
 STRATEGY_KEYS = frozenset(
-    "pp tp dp dp_replicate dp_shard reshard cp ep sequence_parallel schedule virtual_stages micro_batch_size "
-    "recompute stages plan".split()
+    [
+        "pp",
+        "tp",
+        "dp",
+        "dp_replicate",
+        "dp_shard",
+        "reshard",
+        "cp",
+        "ep",
+        "sequence_parallel",
+        "schedule",
+        "virtual_stages",
+        "micro_batch_size",
+        "recompute",
+        "stages",
+        "plan",
+    ]
 )
 
 _SCALARS = (
@@ -32,8 +47,10 @@ _SCALARS = (
     ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
     (
         "tag:yaml.org,2002:float",
-        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        (
+            r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+        ),
         "-+.0123456789",
     ),
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -43,7 +60,7 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars; a key that is written twice is an error, not a silent last one wins."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
@@ -61,7 +78,9 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that either YAML 1.1 or :class:`_Loader` would read as something else."""
 
-    yaml_implicit_resolvers = {first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
 
     def represent_str(self, text: str) -> Any:
         """Control characters and Unicode line breaks survive in double quotes alone."""
@@ -178,7 +197,7 @@ def _scalar(text: str, override: str) -> Any:
 
 def _parse(text: str, value: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  a subclass of SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{value}, line {mark.line + 1}" if mark else value

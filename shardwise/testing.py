@@ -57,7 +57,7 @@ def run_distributed(function: Callable[..., Any], num_ranks: int, *args: Any, ti
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
+                process: BaseProcess = context.Process(
                     target=_rank_main, args=(function, rank, num_ranks, f"{folder}/store", sender, args), daemon=True
                 )
                 process.start()
@@ -113,4 +113,3 @@ def _rank_main(
         sender.close()
         # The peers of a rank that raised sit in a collective; leaving without a goodbye frees them.
         os._exit(0)
-

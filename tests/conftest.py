@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -10,14 +10,14 @@ _WORST: dict[str, tuple[float, str]] = {}
 
 
 @pytest.fixture
-def note_error(request: pytest.FixtureRequest) -> Iterator[object]:
+def note_error(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
     """Call it with (kind, error); the largest of each kind is printed after the run."""
 
     def note(kind: str, error: float) -> None:
         if error >= _WORST.get(kind, (-1.0, ""))[0]:
             _WORST[kind] = (error, request.node.name)
 
-    yield note
+    return note
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

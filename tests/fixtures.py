@@ -53,7 +53,9 @@ def make_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def make_rows(lengths: tuple[int, ...] = (4, 6, 8, 10, 12, 14, 16, 16), vocab_size: int = 131) -> list[dict[str, list[int]]]:
+def make_rows(
+    lengths: tuple[int, ...] = (4, 6, 8, 10, 12, 14, 16, 16), vocab_size: int = 131
+) -> list[dict[str, list[int]]]:
     """Rows that supervise very different numbers of tokens: odd ones all but their first length - 2."""
     generator = np.random.default_rng(0)
     rows = []

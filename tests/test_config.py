@@ -50,7 +50,9 @@ def test_scalars_mean_what_they_say_in_a_file_and_in_an_override(tmp_path: Path,
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-trees = st.dictionaries(st.text(), st.recursive(scalars, lambda t: st.lists(t) | st.dictionaries(st.text(), t)), min_size=1)
+trees = st.dictionaries(
+    st.text(), st.recursive(scalars, lambda t: st.lists(t) | st.dictionaries(st.text(), t)), min_size=1
+)
 
 
 @given(trees)

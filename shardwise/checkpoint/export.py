@@ -99,7 +99,9 @@ def _assign_files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> 
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _header(names: list[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
+def _header(
+    names: list[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[bytes, dict[str, int]]:
     """The bytes before the data, and the offset of each tensor in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, start = {}, 0

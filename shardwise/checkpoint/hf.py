@@ -56,7 +56,9 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def load_slices(folder: Path, shards: Iterable[Shard], expected: Collection[str], aliases: Collection[str] = ()) -> None:
+def load_slices(
+    folder: Path, shards: Iterable[Shard], expected: Collection[str], aliases: Collection[str] = ()
+) -> None:
     """Fill ``shards`` with their slices of a folder's tensors, converted to each shard's dtype.
 
     Args:

@@ -47,9 +47,7 @@ class SlicedTensor(torch.Tensor):
         if not self.layout.owned or not self.numel():
             return []
         plain = self.as_subclass(torch.Tensor)
-        data = TensorWriteData(
-            self._chunk(), TensorProperties.create_from_tensor(plain), torch.Size(self.layout.shape)
-        )
+        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(plain), torch.Size(self.layout.shape))
         return [WriteItem(MetadataIndex(fqn, torch.Size(self.layout.offsets)), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -65,6 +63,7 @@ def tensor_state(values: Iterable[tuple[ParamLayout, torch.Tensor]], prefix: str
 
 
 def checkpoint_name(step: int) -> str:
+    """``step-00000010``: eight digits, so that names sort as steps do."""
     return f"step-{step:08d}"
 
 

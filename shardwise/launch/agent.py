@@ -20,7 +20,7 @@ import yaml
 
 from shardwise.errors import LaunchError
 from shardwise.launch import forkserver
-from shardwise.launch.culprit import error_path, find_culprit, read_errors
+from shardwise.launch.culprit import find_culprit, read_errors
 from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.log import loggers_to_file, say
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
 DEFAULT_TARGET = "shardwise.train.worker:train"
+Changes = dict[str, str | int | None]  # fields of status.json
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended: the end of ``status.json``, and the message for the user (None: nothing to say)."""
 
-    changes: dict[str, str | int | None]
+    changes: Changes
     message: str | None = None
 
     @property
@@ -135,7 +136,7 @@ def _judge(output_dir: Path, num_processes: int, result: AgentResult) -> Outcome
         return _failed(None, result.stop_failed, log_path(output_dir, 0))
     culprit = find_culprit(result.deaths, read_errors(output_dir, num_processes), num_processes)
     state = "refused" if culprit.refused else "failed"
-    changes = {"state": state, "exit_code": culprit.exit_code, "rank": culprit.rank, "error": culprit.message}
+    changes: Changes = {"state": state, "exit_code": culprit.exit_code, "rank": culprit.rank, "error": culprit.message}
     log = log_path(output_dir, culprit.rank or 0)
     return Outcome(changes, culprit.message if culprit.refused else f"{culprit.message}\nlog: {log}")
 
@@ -146,5 +147,5 @@ def _stopped(signal_name: str) -> Outcome:
 
 
 def _failed(rank: int | None, message: str, log: Path) -> Outcome:
-    changes = {"state": "failed", "exit_code": LaunchError.exit_code, "rank": rank, "error": message}
+    changes: Changes = {"state": "failed", "exit_code": LaunchError.exit_code, "rank": rank, "error": message}
     return Outcome(changes, f"{message}\nlog: {log}")

@@ -153,7 +153,8 @@ def _killed(rank: int, number: int) -> Culprit:
 def _told(error: WorkerError, hint: str = "") -> Culprit:
     if error.type == "SystemExit":
         message = f"rank {error.rank} left with status {error.exit_code}"
-        return Culprit(error.rank, message if error.message.isdigit() else f"{message}: {error.message}", error.exit_code)
+        told = message if error.message.isdigit() else f"{message}: {error.message}"
+        return Culprit(error.rank, told, error.exit_code)
     if error.refused:
         return Culprit(error.rank, error.message, error.exit_code, refused=error.exit_code == ShardwiseError.exit_code)
     text = error.message.strip()

@@ -108,7 +108,8 @@ class _Agent(LocalElasticAgent):
         if name is None:
             return
         if self._channel is None:
-            assert worker_group.master_addr is not None and worker_group.master_port is not None
+            assert worker_group.master_addr is not None
+            assert worker_group.master_port is not None
             self._channel = StopChannel(worker_group.master_addr, worker_group.master_port)
             self._channel.request(name)
         if self._listener.at_once:

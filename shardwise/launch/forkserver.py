@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 PRELOAD = "shardwise.launch.preload"
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"  # environment variable of the fork server and its workers
@@ -52,7 +53,7 @@ def neutral_main() -> Iterator[None]:
 def start() -> None:
     """Start the fork server and return while it still imports. To be called on the main thread: the kernel takes
     the end of the thread that started a process for the end of its parent."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     assert server._forkserver_pid is None, "a fork server with other modules runs already"
     search_path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     # PYTHONSAFEPATH: without it a torch.py or json.py in the current folder would be imported.
@@ -64,7 +65,7 @@ def start() -> None:
 
 def stop() -> None:
     """End the fork server, and with it every worker that is left."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is not None:
         with suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from transformers import PreTrainedModel
 
@@ -18,7 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.models.structure import Structure
 
 
-class Style(str, Enum):
+class Style(StrEnum):
     """How a module is split, and which collective that costs."""
 
     COLUMN = "column"  # output features split; all-reduce of the input's gradient, once for a group

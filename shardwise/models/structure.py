@@ -42,7 +42,9 @@ def find_structure(model: PreTrainedModel) -> Structure:
     base_name = names[id(base)]
     children = [(f"{base_name}.{name}", child) for name, child in base.named_children()]
     num_blocks = model.config.get_text_config().num_hidden_layers
-    lists = [i for i, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList) and len(child) == num_blocks]
+    lists = [
+        i for i, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList) and len(child) == num_blocks
+    ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if len(lists) != 1 or embedding is None or head is None:
         raise PlanError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from transformers import PreTrainedModel
 
 from shardwise.models.build import materialise, recompute_buffers
@@ -41,5 +40,3 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> tuple[ParallelModel, Shar
     recompute_buffers(model)
     shards = [Shard(layouts[name], parameter) for name, parameter in model.named_parameters()]
     return ParallelModel(stage, shards, mesh, tied_group(structure, mesh)), table
-
-

@@ -112,9 +112,7 @@ class PipelineEngine:
             output_args=self._border(shapes, backward, incoming=False),
             group=self.group,
         )
-        runtime = _Runtime(
-            [stage], shapes.num_micro_batches, loss_fn=lambda output, target: output, scale_grads=False
-        )
+        runtime = _Runtime([stage], shapes.num_micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
         runtime._has_backward = backward
         if backward:
             lists = action_lists(self.schedule, self.num_stages, shapes.num_micro_batches)

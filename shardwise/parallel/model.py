@@ -25,9 +25,7 @@ class ParallelModel:
     supervised) and position ids. They are equal on the tensor and pipeline ranks of a data rank.
     """
 
-    def __init__(
-        self, stage: Stage, shards: Sequence[Shard], mesh: Mesh, tied_group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, stage: Stage, shards: Sequence[Shard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> None:
         self.stage, self.shards, self.mesh = stage, tuple(shards), mesh
         self.tied_group = tied_group
         config = stage.model.config.get_text_config()
@@ -36,10 +34,14 @@ class ParallelModel:
         self._vocab = chunk_range(config.vocab_size, mesh.size("tp"), mesh.coordinate("tp"))
         self._tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
         self._engine = (
-            PipelineEngine(stage, mesh.strategy.schedule, mesh.group("pp"), mesh.device) if mesh.size("pp") > 1 else None
+            PipelineEngine(stage, mesh.strategy.schedule, mesh.group("pp"), mesh.device)
+            if mesh.size("pp") > 1
+            else None
         )
 
-    def forward_backward(self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> float:
+    def forward_backward(
+        self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, num_tokens: int
+    ) -> float:
         """Add the gradient of (sum of token losses) / ``num_tokens`` to the parameters.
 
         Args:

@@ -28,7 +28,9 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
     if strategy.dp_shard > 1:
         details.append("ZeRO-3 (reshard)" if strategy.reshard else "ZeRO-2 (no reshard)")
     if strategy.recompute:
-        details.append("recompute " + ("all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage"))
+        details.append(
+            "recompute " + ("all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage")
+        )
     if strategy.tp > model.num_kv_heads:
         details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: k and v are whole on each rank")
     console.print(f"[bold]strategy[/]  {'; '.join([str(strategy), *details])} on {plan.device_type}", highlight=False)
@@ -45,7 +47,12 @@ def _rank_table(plan: Plan) -> Table:
         place = share.coordinates
         data = place["dp_replicate"] * plan.strategy.dp_shard + place["dp_shard"]
         table.add_row(
-            str(share.rank), str(place["pp"]), str(data), str(place["tp"]), str(share), format_bytes(share.parameter_bytes)
+            str(share.rank),
+            str(place["pp"]),
+            str(data),
+            str(place["tp"]),
+            str(share),
+            format_bytes(share.parameter_bytes),
         )
     if len(shares) > MAX_ROWS:
         table.add_row("...", "", "", "", f"and {len(shares) - MAX_ROWS} more ranks; all of them are in plan.json", "")

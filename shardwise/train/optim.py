@@ -46,9 +46,9 @@ class Optimizer:
             value.grad = None
 
     def state(self, slot: str) -> list[tuple[Shard, torch.Tensor]]:
-        """The local values of one slot (``exp_avg``), shard by shard, as they are: writing to them changes the state."""
-        assert self._optimizer is not None or not self._values
-        return [(s, self._optimizer.state[v][slot]) for s, v in zip(self.shards, self._values, strict=True)]  # type: ignore[union-attr]
+        """The local values of one slot (``exp_avg``), shard by shard: writing to them changes the state."""
+        states = self._optimizer.state if self._optimizer is not None else {}
+        return [(shard, states[value][slot]) for shard, value in zip(self.shards, self._values, strict=True)]
 
     def set_num_updates(self, count: int) -> None:
         """Set the number of updates so far, on which AdamW's bias correction depends (after a resume)."""

@@ -155,9 +155,7 @@ class Trainer:
             CheckpointError: the two copies of a tied weight have drifted apart; nothing is written.
         """
         parts = self.parts
-        (drifted,) = sum_over_ranks(
-            [float(not parts.loaded.model.tied_copies_agree())], parts.loaded.model.mesh.device
-        )
+        (drifted,) = sum_over_ranks([float(not parts.loaded.model.tied_copies_agree())], parts.loaded.model.mesh.device)
         if drifted:
             raise CheckpointError(
                 f"step {self.state.step}", "the copies of the tied embedding differ", "Please report this"
@@ -183,4 +181,3 @@ class Trainer:
         export_model(
             Path(self.parts.run.model), self.folder / "export", loaded.shapes, loaded.model.shards, loaded.export_dtype
         )
-

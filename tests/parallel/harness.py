@@ -280,9 +280,7 @@ def compare(got: Outcome, want: Outcome) -> Errors:
         relative_error(float((got.weights[name].double() - w.double()).norm()), float(w.norm()))
         for name, w in want.weights.items()
     )
-    return Errors(
-        _largest(got.losses, want.losses), _largest(got.norms, want.norms), errors[worst], weight, worst
-    )
+    return Errors(_largest(got.losses, want.losses), _largest(got.norms, want.norms), errors[worst], weight, worst)
 
 
 def _largest(got: Sequence[float | None], want: Sequence[float | None]) -> float:
