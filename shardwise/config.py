@@ -12,7 +12,7 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that either YAML 1.1 or :class:`_Loader` would read as something else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+    yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
