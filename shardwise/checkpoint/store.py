@@ -31,24 +31,28 @@ _NAME = re.compile(r"step-(\d{8,})")
 class SlicedTensor(torch.Tensor):
     """A rank's slice of a whole tensor, in the terms of DCP's protocol for tensors (``_Checkpointable``)."""
 
-    layout: ParamLayout
+    place: ParamLayout
 
     @staticmethod
     def of(data: torch.Tensor, layout: ParamLayout) -> SlicedTensor:
         """``data`` (shares its storage) as the slice ``layout.slices`` of a tensor of shape ``layout.shape``."""
         sliced = data.detach().as_subclass(SlicedTensor)
-        sliced.layout = layout
+        sliced.place = layout
         return sliced
 
+    def size(self, dim: int | None = None) -> Any:
+        """The whole tensor's shape, which DCP compares with what was saved (as a DTensor's ``size`` is)."""
+        return torch.Size(self.place.shape) if dim is None else self.place.shape[dim]
+
     def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.layout.offsets), torch.Size(self.layout.local_shape))
+        return ChunkStorageMetadata(torch.Size(self.place.offsets), torch.Size(self.place.local_shape))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if not self.layout.owned or not self.numel():
+        if not self.place.owned or not self.numel():
             return []
         plain = self.as_subclass(torch.Tensor)
-        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(plain), torch.Size(self.layout.shape))
-        return [WriteItem(MetadataIndex(fqn, torch.Size(self.layout.offsets)), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(plain), torch.Size(self.place.shape))
+        return [WriteItem(MetadataIndex(fqn, torch.Size(self.place.offsets)), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk()] if self.numel() else []
@@ -132,8 +136,8 @@ def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor]) -> No
         if name not in saved:
             raise CheckpointError(str(checkpoint), f"it holds no {name}", "Resume with the same model and optimizer")
         shape = tuple(saved[name].size)
-        if shape != tensor.layout.shape:
-            raise CheckpointError(f"{name} in {checkpoint}", f"has shape {shape}, the model {tensor.layout.shape}")
+        if shape != tensor.place.shape:
+            raise CheckpointError(f"{name} in {checkpoint}", f"has shape {shape}, the model {tensor.place.shape}")
     dcp.load(dict(tensors), checkpoint_id=checkpoint)
 
 

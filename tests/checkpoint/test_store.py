@@ -1,0 +1,140 @@
+"""Checkpoints by parameter name: what one layout saves, any other goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.store import (
+    STATE_FILE,
+    SlicedTensor,
+    list_checkpoints,
+    load_checkpoint,
+    rotate,
+    save_checkpoint,
+)
+from shardwise.errors import CheckpointError
+from shardwise.spec import tolerance
+from shardwise.spec.layout import ParamLayout
+from shardwise.testing import run_distributed
+from shardwise.train.lr import learning_rate
+from shardwise.train.optim import Optimizer
+from shardwise.train.saving import all_tensors
+from shardwise.train.step import train_step
+from tests.fixtures import make_model, make_rows
+from tests.parallel.harness import ADAMW, Case, build, loader_of, reference, strategy
+
+ROWS = tuple(make_rows())
+STEPS, SAVED_AT = 5, 2
+
+
+def _train(rank: int, case: Case, folder: Path, resume: bool) -> tuple[list[float | None], list[tuple[Any, ...]]]:
+    """Two steps and a save, or a load and the steps that follow; the losses and the state at the border."""
+    model, mesh = build(case)
+    optimizer = Optimizer(model.shards, case.train)
+    batches = loader_of(case, mesh).batches()
+    if resume:
+        for shard in model.shards:  # what is loaded must replace all of it
+            shard.data.fill_(float("nan"))
+        load_checkpoint(list_checkpoints(folder)[-1], all_tensors(model, optimizer))
+        optimizer.set_num_updates(SAVED_AT)
+    border = _state(model, optimizer) if resume else []
+    losses = []
+    for step in range(STEPS if resume else SAVED_AT):
+        batch = next(batches)
+        if resume and step < SAVED_AT:
+            continue
+        rate = learning_rate(case.train, step, STEPS)
+        losses.append(train_step(model, optimizer, batch, rate, case.train.max_grad_norm, []).loss)
+    if not resume:
+        save_checkpoint(folder, SAVED_AT, all_tensors(model, optimizer), {"step": SAVED_AT}, case.folder)
+        border = _state(model, optimizer)
+    return losses, border
+
+
+def _state(model: Any, optimizer: Optimizer) -> list[tuple[Any, ...]]:
+    weights = [("weight", shard.layout, shard.data.clone()) for shard in model.shards]
+    slots = [(slot, s.layout, v.clone()) for slot in optimizer.slots for s, v in optimizer.state(slot)]
+    return weights + slots
+
+
+def _whole(parts: list[list[tuple[Any, ...]]]) -> dict[tuple[str, str], torch.Tensor]:
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    for kind, layout, values in (item for part in parts for item in part):
+        whole.setdefault((kind, layout.source), torch.full(layout.shape, float("nan")))[layout.slices] = values
+    return whole
+
+
+LAYOUTS = {
+    "one": {},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "dp_shard3": {"dp_shard": 3, "micro_batch_size": 2},
+    "tp2-dp2": {"tp": 2, "dp_shard": 2},
+    "pp4": {"pp": 4},
+    "dp_replicate2": {"dp_replicate": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", ["one", "tp2-pp2", "dp_shard3"])
+def test_any_layout_goes_on_from_any_other(tmp_path: Path, before: str, after: str) -> None:
+    model = make_model(tmp_path / "model", "llama-tied")
+    rows = ROWS[:6]  # a batch that two and three data ranks divide
+
+    def case(name: str) -> Case:
+        return Case(model, strategy(**LAYOUTS[name]), rows, 6 if "3" in before + after else 4, STEPS, ADAMW)
+
+    checkpoints = tmp_path / "checkpoints"
+    first, second = case(before), case(after)
+    saved = run_distributed(_train, first.strategy.world_size, first, checkpoints, False)
+    resumed = run_distributed(_train, second.strategy.world_size, second, checkpoints, True)
+    was, now = _whole([part for _, part in saved]), _whole([part for _, part in resumed])
+    assert was.keys() == now.keys()
+    assert all(torch.equal(was[key], now[key]) for key in was)
+    losses = saved[0][0] + resumed[0][0]
+    want = reference(case("one")).losses
+    assert losses == pytest.approx(want, rel=tolerance.FP32_LOSS)
+
+
+def _tensor(values: torch.Tensor, shape: tuple[int, ...]) -> SlicedTensor:
+    return SlicedTensor.of(values, ParamLayout("w", shape))
+
+
+def _save_two(rank: int, folder: Path, source: Path) -> None:
+    for step in (9, 10, 11):
+        save_checkpoint(folder, step, {"model.w": _tensor(torch.full((3,), float(step)), (3,))}, {}, source)
+    if dist.get_rank() == 0:
+        rotate(folder, 2)
+
+
+def test_the_newest_by_step_stay_and_incomplete_ones_do_not_count(tmp_path: Path) -> None:
+    run_distributed(_save_two, 2, tmp_path, tmp_path)
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["step-00000010", "step-00000011"]
+    for name in names:
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "step-00000011" / STATE_FILE).unlink()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010"]
+
+
+def _load_wrong(rank: int, folder: Path, name: str, shape: tuple[int, ...]) -> str:
+    try:
+        load_checkpoint(folder, {name: _tensor(torch.zeros(shape), shape)})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    run_distributed(_save_two, 1, tmp_path, tmp_path)
+    newest = list_checkpoints(tmp_path)[-1]
+    assert "no model.other" in run_distributed(_load_wrong, 1, newest, "model.other", (3,))[0]
+    assert "shape (3,)" in run_distributed(_load_wrong, 1, newest, "model.w", (4,))[0]
+    assert json.loads((newest / STATE_FILE).read_text()) == {}
