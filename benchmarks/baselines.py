@@ -7,7 +7,6 @@ speed: vocabulary-parallel loss, static pipeline shapes, fused optimizer, one sy
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class CutModel(nn.Module):
-    """Stage ``index`` of ``count`` of a Llama-like model, cut by hand: ids or hidden states in, hidden states or logits out."""
+    """Stage ``index`` of ``count`` of a Llama-like model, cut by hand."""
 
     def __init__(self, model: Any, index: int, count: int) -> None:
         super().__init__()
@@ -158,8 +157,10 @@ class Baseline:
         else:
             self.schedule.step()
         if self.tied_group is not None:
-            ends = self.module.embed_tokens or self.module.lm_head
-            dist.all_reduce(_local(ends.weight.grad), group=self.tied_group)
+            weight = (self.module.embed_tokens or self.module.lm_head).weight
+            if isinstance(weight, DTensor):  # the two ends leave their gradients in different placements
+                weight.grad = weight.grad.redistribute(placements=weight.placements)
+            dist.all_reduce(_local(weight.grad), group=self.tied_group)
         total = torch.stack([_local(x.detach()) for x in losses]).sum() if losses else torch.zeros(())
         dist.all_reduce(total, group=self.mesh.get_group("pp"))
         return float(total)
@@ -212,11 +213,3 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-StepFunction = Callable[[Tensor, Tensor], float]
-
-
-def num_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes that this rank holds of some parameters."""
-    return sum(_local(p).numel() * p.element_size() for p in parameters)

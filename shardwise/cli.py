@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# What a run writes; `overwrite` removes these and nothing else.
-RESULTS = ("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html")
 
 
 @app.callback()
@@ -79,14 +78,14 @@ def _with_option(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 def _train(tree: dict[str, Any]) -> int:
     """Resolve, say what will run, launch, and say what came of it."""
     from shardwise.launch.agent import launch
-    from shardwise.launch.resolve import prepare
+    from shardwise.launch.resolve import RESULTS, prepare
     from shardwise.report.console import show_plan
     from shardwise.spec.run import dump_run
 
     run, plan = prepare(tree)
     output_dir = Path(run.output_dir)
     if run.overwrite:
-        _remove_results(output_dir)
+        _remove(output_dir / name for name in RESULTS)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     plan.save(output_dir / "plan.json")
@@ -103,9 +102,9 @@ def _train(tree: dict[str, Any]) -> int:
     return code
 
 
-def _remove_results(output_dir: Path) -> None:
-    for name in RESULTS:
-        path = output_dir / name
+def _remove(paths: Iterable[Path]) -> None:
+    """Delete files and folders, those that there are."""
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.exists():

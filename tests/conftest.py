@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# The machine is shared: a slow example is no fault.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 _WORST: dict[str, tuple[float, str]] = {}
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
+from shardwise.config import load_yaml
 from shardwise.errors import LaunchError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import find_culprit, read_errors
@@ -104,7 +103,7 @@ def _variables(num_processes: int, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def _grace_seconds(output_dir: Path) -> float:
-    run = yaml.safe_load((output_dir / "run.yaml").read_text(encoding="utf-8")) or {}
+    run = load_yaml(output_dir / "run.yaml")
     return SaveConfig.model_validate(run.get("save") or {}).grace_seconds
 
 

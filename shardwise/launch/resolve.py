@@ -21,8 +21,11 @@ from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
 from shardwise.spec.strategy import Strategy, resolve
 
+# What a run writes into its folder; `overwrite` removes these and nothing else.
+RESULTS = ("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html")
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
@@ -61,12 +64,18 @@ def choose_device(wanted: str) -> DeviceType:
     """
     present: dict[str, Callable[[], bool]] = {"cuda": _has_cuda, "npu": _has_npu, "cpu": lambda: True}
     if wanted == "auto":
-        return cast(DeviceType, next(name for name, is_present in present.items() if is_present()))
+        usable = (
+            name for name, is_present in present.items() if is_present() and count_devices(cast(DeviceType, name))
+        )
+        return cast(DeviceType, next(usable))
     if wanted not in present:
         raise ConfigError(f"device = {wanted!r}", "must be auto, cpu, cuda or npu", _OVERRIDE)
     if not present[wanted]():
         looked = {"cuda": "no NVIDIA driver and no nvidia-smi", "npu": "no /dev/davinci*"}[wanted]
         raise ConfigError(f"device = {wanted!r}", f"this machine has none ({looked})", _OVERRIDE)
+    if count_devices(cast(DeviceType, wanted)) == 0:
+        variable = _VISIBLE[wanted]
+        raise ConfigError(f"device = {wanted!r}", f"none is visible ({variable}={os.environ.get(variable)})", _OVERRIDE)
     return cast(DeviceType, wanted)
 
 
@@ -74,7 +83,7 @@ def count_devices(device: DeviceType) -> int:
     """Devices of this type that a job may use here, as the vendor's visibility variable limits them; CPU: 1."""
     if device == "cpu":
         return 1
-    visible = os.environ.get({"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[device])
+    visible = os.environ.get(_VISIBLE[device])
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len(_npu_files()) if device == "npu" else _count_cuda()
@@ -120,18 +129,17 @@ def check_output(run: RunConfig, model_folder: Path) -> None:
 
 
 def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
-    inputs = {
-        "model": str(model_folder),
-        "data.train": run.data.train,
-        "data.eval": run.data.eval,
-        "resume": run.resume,
-    }
+    inputs = {"model": str(model_folder), "data.train": run.data.train, "data.eval": run.data.eval}
+    if run.resume not in ("no", "auto"):
+        inputs["resume"] = run.resume
     for key, name in inputs.items():
-        if name is None or (key == "resume" and name in ("no", "auto")):
+        if name is None:
             continue
-        if Path(name).resolve().is_relative_to(output.resolve()):
-            rule = f"overwrite would delete {key} = {name!r}, which lies in it"
-            raise ConfigError(f"output_dir = {run.output_dir!r}", rule, "Name another output folder")
+        path, value = Path(name).resolve(), f"output_dir = {run.output_dir!r}"
+        for result in RESULTS:
+            if path.is_relative_to((output / result).resolve()):
+                rule = f"overwrite would delete {key} = {name!r}, which lies in its {result}"
+                raise ConfigError(value, rule, "Name another output folder")
 
 
 def _holds_results(output: Path) -> bool:

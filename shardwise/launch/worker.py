@@ -28,6 +28,7 @@ from shardwise.launch.lifeline import die_with_parent
 from shardwise.launch.stop import StopChannel
 from shardwise.launch.streams import log_path, redirect
 from shardwise.train.context import WorkerContext
+from shardwise.train.status import Status, read_status, update_status, write_status
 
 DEFAULT_TARGET = "shardwise.train.worker:train"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
@@ -63,17 +64,24 @@ def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | No
             stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             terminal=terminal,
         )
-        return _run(context, target)
+        result = _run(context, target)
     except SystemExit as leaving:
         if not leaving.code:
             return None
         _fail(output_dir, rank, leaving, leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException as error:
         _fail(output_dir, rank, error, error.exit_code if isinstance(error, ShardwiseError) else LaunchError.exit_code)
+    else:
+        return result
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     return None
+
+
+def _is_foreign(environ: Mapping[str, str]) -> bool:
+    """Whether another launcher than ours started this worker; then it is the worker that keeps ``status.json``."""
+    return forkserver.LAUNCHER_PID not in environ
 
 
 def _bind_to_launcher(environ: Mapping[str, str]) -> None:
@@ -82,14 +90,14 @@ def _bind_to_launcher(environ: Mapping[str, str]) -> None:
     The fork server's own tie is not inherited, and the engine's start code has meanwhile set a weaker one.
     """
     preload = sys.modules.get(forkserver.PRELOAD)
-    die_with_parent(preload.SERVER_PID if forkserver.LAUNCHER_PID in environ and preload else os.getppid())
+    die_with_parent(os.getppid() if _is_foreign(environ) or not preload else preload.SERVER_PID)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _check_preloaded(environ: Mapping[str, str]) -> None:
     """Refuse to run on with modules missing: importing them again in each worker takes minutes, silently."""
-    if forkserver.LAUNCHER_PID not in environ:
+    if _is_foreign(environ):
         return
     preload = sys.modules.get(forkserver.PRELOAD)
     failure = preload.FAILURE if preload else f"{forkserver.PRELOAD} is not among the modules"
@@ -103,8 +111,13 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     plan = json.loads((context.output_dir / "plan.json").read_text(encoding="utf-8"))
     timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS))
     _open_process_group(plan["device_type"], context.local_rank, timedelta(seconds=timeout))
+    tells = context.rank == 0 and _is_foreign(os.environ)
+    if tells:
+        write_status(context.output_dir, Status(state="running"))
     result = _load(target)(context)
     dist.destroy_process_group()
+    if tells:
+        update_status(context.output_dir, state="done", exit_code=0)
     return result
 
 
@@ -140,11 +153,22 @@ def _fail(output_dir: Path, rank: int, error: BaseException, exit_code: int) -> 
     )
     try:
         write_error(output_dir, written)
+        if _is_foreign(os.environ):
+            _tell_failure(output_dir, written)
         # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
         print(text, file=sys.__stderr__, flush=True)
         sys.stdout.flush()
     finally:
         os._exit(exit_code)
+
+
+def _tell_failure(output_dir: Path, error: WorkerError) -> None:
+    """Put an error into ``status.json``; a complaint about a peer only where nobody has said more."""
+    status = read_status(output_dir)
+    if error.connection_error and status is not None and status.state != "running":
+        return
+    state = "refused" if error.refused and error.exit_code == ShardwiseError.exit_code else "failed"
+    update_status(output_dir, state=state, exit_code=error.exit_code, rank=error.rank, error=error.message)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def _family(config: dict[str, Any], path: Path) -> str:
     family, available = config.get("model_type"), ", ".join(_ARCHITECTURES)
     if family is None:
         raise ConfigError(str(path), "has no model_type", f"Available families: {available}")
-    if family not in _ARCHITECTURES:
+    if family not in list(_ARCHITECTURES):  # a list: what JSON holds may not be hashable
         raise ConfigError(f"{path}: model_type = {family!r}", NOT_AVAILABLE, f"Available families: {available}")
     if config.get("quantization_config"):
         remedy = "Use a folder with unquantised weights"

@@ -173,7 +173,8 @@ def _split_dp(dp: int | None, replicate: int | None, shard: int | None) -> tuple
         names = {"dp_replicate": replicate, "dp_shard": shard}
         shown = ", ".join(f"strategy.{name} = {degree}" for name, degree in names.items() if degree)
         rule = "dp is the product of dp_replicate and dp_shard"
-        raise PlanError(f"strategy.dp = {dp}, {shown}", rule, f"Leave dp out, or use dp={max(part, dp // part * part)}")
+        near = part if replicate and shard else max(part, dp // part * part)
+        raise PlanError(f"strategy.dp = {dp}, {shown}", rule, f"Leave dp out, or use dp={near}")
     if shard is None:
         return replicate or 1, dp // part
     return dp // shard, shard

@@ -18,6 +18,7 @@ from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
 from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, restore
 from shardwise.train.setup import data_fingerprint, load_model, make_loader, read_rows, seed_dropout
+from shardwise.train.status import update_status
 from shardwise.train.trainer import Trainer, TrainerParts
 
 
@@ -75,6 +76,11 @@ def _start(parts: TrainerParts) -> TrainState:
     if checkpoint is None:
         return TrainState()
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
+    if parts.context.rank == 0:
+        output_dir = parts.context.output_dir.resolve()
+        name = checkpoint.resolve()
+        inside = name.relative_to(output_dir) if name.is_relative_to(output_dir) else name
+        update_status(output_dir, step=state.step, checkpoint=str(inside))
     terminal = parts.context.terminal
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from shardwise.data.batch import Batch, LoaderState
@@ -54,6 +55,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(1, 40), layouts)
 def test_every_row_is_seen_once_an_epoch_in_the_global_order(num_rows: int, layout: dict[str, int]) -> None:
     rows = [replace(row, index=row.index, input_ids=row.input_ids + 1) for row in make_rows(num_rows)]
@@ -77,6 +79,7 @@ def test_every_row_is_seen_once_an_epoch_in_the_global_order(num_rows: int, layo
         assert layout["shuffle"] or seen == list(range(num_rows))
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(1, 40), layouts)
 def test_the_shape_is_the_steps_longest_row_and_no_more_micro_batches_than_needed(
     num_rows: int, layout: dict[str, int]
@@ -91,6 +94,7 @@ def test_the_shape_is_the_steps_longest_row_and_no_more_micro_batches_than_neede
         assert {tensor.dtype for tensor in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(1, 30), st.integers(0, 10), st.integers(1, 9), layouts, st.booleans())
 def test_resume_goes_on_at_the_next_row_with_any_batch_size_and_split(
     num_rows: int, stop: int, other_batch: int, layout: dict[str, int], same: bool
@@ -192,6 +196,7 @@ def test_more_data_ranks_than_rows_get_filler_of_the_same_shape() -> None:
     assert {part.input_ids.shape for part in parts} == {parts[0].input_ids.shape}
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3))
 def test_evaluation_sees_each_row_once_in_file_order(
     num_rows: int, batch_size: int, num_ranks: int, min_micro_batches: int

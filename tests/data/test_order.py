@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from shardwise.data.order import epoch_order, rank_bounds, steps_per_epoch
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50))
 def test_an_epoch_is_a_permutation_of_seed_and_epoch(num_rows: int, seed: int, epoch: int) -> None:
     order = epoch_order(num_rows, True, seed, epoch)
@@ -31,6 +33,7 @@ def test_every_place_of_a_row_is_as_likely() -> None:
     assert abs(np.bincount(places, minlength=6) - 500).max() < 100
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_ranks_share_rows_contiguously_and_evenly(num_rows: int, num_ranks: int) -> None:
     shares = [list(range(*rank_bounds(num_rows, rank, num_ranks))) for rank in range(num_ranks)]

@@ -1,0 +1,94 @@
+"""Broken files, arguments and usage are answered by one message and status 2, and so is the whole table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cli.wrong_configurations import WRONG, Wrong, good, make_root
+
+ROOT = Path(__file__).resolve().parents[2]
+_LIMIT_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("command-line"))
+
+
+def _refusal(arguments: Sequence[str], folder: Path) -> str:
+    """What `shardwise train` says; fails unless it is a refusal with status 2 in time."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SHARDWISE_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
+    begin = time.monotonic()
+    answer = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert answer.returncode == 2, answer.stderr
+    assert time.monotonic() - begin < _LIMIT_SECONDS
+    assert answer.stdout == ""
+    assert "Traceback" not in answer.stderr
+    return answer.stderr
+
+
+def _one_line(message: str) -> str:
+    (line,) = message.splitlines()
+    assert line.startswith("shardwise: ")
+    return line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+def test_every_wrong_configuration_of_the_table(wrong: Wrong, root: Path) -> None:
+    line = _one_line(_refusal(wrong.arguments(root), root))
+    for word in wrong.words:
+        assert word in line
+    assert not (root / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: tiny\ntrain: {epochs: 1\n", ["run.yaml, line 3", "YAML"]),
+        ("model: tiny\nmodel: other\n", ["run.yaml, line 2", "'model'", "twice", "line 1"]),
+        ("model: tiny\ntrain:\n  sede: 1\n", ["train.sede = 1", "unknown key", "train.seed?"]),
+        ("", ["run.yaml", "is empty"]),
+    ],
+)
+def test_a_broken_run_yaml(text: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    line = _one_line(_refusal(["run.yaml"], tmp_path))
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train.seed="], ["argument 'train.seed='", "has no value"]),
+        (["=3"], ["argument '=3'", "key=value"]),
+        (["stages=[4,"], ["argument 'stages=[4,'", "YAML"]),
+        (["rum.yaml"], ["rum.yaml", "no such file", "run.yaml"]),
+        (["micro_batch_size=3", "train.global_batch_size=8"], ["= 8", "micro_batch_size 3", "6 or 9"]),
+    ],
+)
+def test_a_malformed_argument(arguments: list[str], words: list[str], root: Path) -> None:
+    (root / "run.yaml").write_text("model: tiny\n", encoding="utf-8")
+    line = _one_line(_refusal([*good(root), *arguments], root))
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["a.yaml", "b.yaml"], "more than one run.yaml"), (["--nonsense"], "--nonsense"), (["--devices", "x"], "devices")],
+)
+def test_wrong_usage_is_one_message_without_a_traceback(arguments: list[str], word: str, tmp_path: Path) -> None:
+    assert word in _refusal(arguments, tmp_path)

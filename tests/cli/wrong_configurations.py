@@ -1,0 +1,96 @@
+"""Wrong configurations, each with the words that its one message must hold; used by every way in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.spec.model_folder import make_folder
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """``overrides`` come after :func:`good`; ``{root}`` in them is the folder that :func:`make_root` filled."""
+
+    name: str
+    overrides: tuple[str, ...]
+    words: tuple[str, ...]
+
+    def arguments(self, root: Path) -> list[str]:
+        return [*good(root), *(text.replace("{root}", str(root)) for text in self.overrides)]
+
+
+def make_root(root: Path) -> Path:
+    """Model folders, rows and output folders that the table refers to; no weights, no torch."""
+    for name, changes in {
+        "tiny": {},
+        "nine-heads": {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        "gpt2": {"model_type": "gpt2"},
+        "bad-heads": {"hidden_size": 34},
+        "quantised": {"quantization_config": {"bits": 4}},
+    }.items():
+        make_folder(root / name, **changes)
+    make_folder(root / "pickled", weights="pytorch_model.bin")
+    make_folder(root / "weightless", weights=None)
+    (root / "no-config").mkdir()
+    (root / "broken").mkdir()
+    (root / "broken" / "config.json").write_text("{", encoding="utf-8")
+    (root / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 8, encoding="utf-8")
+    (root / "used" / "export").mkdir(parents=True)
+    make_folder(root / "used" / "export")
+    return root
+
+
+def good(root: Path) -> list[str]:
+    """A configuration with nothing wrong in it."""
+    return [f"model={root}/tiny", f"data.train={root}/rows.jsonl", f"output_dir={root}/out", "device=cpu"]
+
+
+def _row(name: str, overrides: str, *words: str) -> Wrong:
+    return Wrong(name, tuple(overrides.split(";")), words)
+
+
+WRONG = [
+    _row("unknown key", "trian.epochs=2", "trian", "unknown key", "train"),
+    _row("unknown deep key", "strategy.tpp=2", "strategy.tpp = 2", "unknown key", "strategy.tp?"),
+    _row("key of another section", "learning_rate=1e-4", "unknown key", "train.learning_rate?"),
+    _row("not an integer", "train.max_steps=many", "train.max_steps = 'many'", "integer"),
+    _row("degree zero", "tp=0", "strategy.tp = 0", "greater than 0"),
+    _row("unknown optimizer", "train.optimizer=adam", "'adamw' or 'sgd'", "adamw?"),
+    _row("negative learning rate", "train.learning_rate=-0.1", "train.learning_rate = -0.1"),
+    _row("feature not built: lora", "use_lora=true", "use_lora", "not available in this version"),
+    _row("feature not built: packing", "data.packing=true", "data.packing", "not available in this version"),
+    _row("feature not built: context parallel", "cp=2", "strategy.cp = 2", "not available in this version"),
+    _row("feature not built: interleaved", "schedule=interleaved", "interleaved", "not available in this version"),
+    _row("feature not built: bf16", "train.precision=bf16", "train.precision", "not available in this version", "fp32"),
+    _row("epochs and max_steps", "train.epochs=1;train.max_steps=2", "train.epochs = 1", "train.max_steps = 2"),
+    _row("save steps without number", "save.strategy=steps", "save.strategy", "save.steps"),
+    _row("evaluation without rows", "eval.strategy=epoch", "eval.strategy", "data.eval"),
+    _row("tp does not divide the heads", "tp=3", "strategy.tp = 3", "4 attention heads", "1, 2, 4"),
+    _row("tp 2 of nine heads", "model={root}/nine-heads;tp=2", "9 attention heads", "legal degrees: 1, 3, 9"),
+    _row("more stages than blocks", "pp=5", "strategy.pp = 5", "4 blocks", "1 to 4"),
+    _row("stages do not sum", "pp=2;stages=[2, 3]", "[2, 3]", "sums to 5", "[2, 2]"),
+    _row("stages do not match pp", "pp=2;stages=[1, 1, 2]", "3 entries", "[2, 2]"),
+    _row("product is not devices", "devices=3;tp=2;dp=2", "devices = 3", "is 4", "devices=4"),
+    _row("degree does not divide devices", "devices=6;tp=4", "devices = 6", "devices=4 or devices=8"),
+    _row("dp contradicts dp_shard", "dp=4;dp_shard=3", "strategy.dp = 4", "strategy.dp_shard = 3"),
+    _row("batch", "dp=4;micro_batch_size=2;train.global_batch_size=10", "= 10", "8 or 16"),
+    _row("recompute too many", "recompute=9", "strategy.recompute = 9", "at most 4"),
+    _row("no such model", "model={root}/none", "no such model folder", "none"),
+    _row("model folder without config", "model={root}/no-config", "holds no config.json"),
+    _row("broken config", "model={root}/broken", "config.json", "not valid JSON"),
+    _row("family not built", "model={root}/gpt2", "gpt2", "not available in this version", "llama, mistral"),
+    _row("heads do not divide hidden", "model={root}/bad-heads", "hidden_size = 34", "32, 36"),
+    _row("quantised", "model={root}/quantised", "quantization_config", "not available in this version"),
+    _row("pickled weights", "model={root}/pickled", "pytorch_model.bin", "safetensors"),
+    _row("no weights", "model={root}/weightless", "safetensors", "model_init=random"),
+    _row("no such data", "data.train={root}/none.jsonl", "none.jsonl", "no such file"),
+    _row("data is a folder", "data.train={root}/tiny", "data.train", "is a folder"),
+    _row("output of another run", "output_dir={root}/used", "is not empty", "resume=auto", "overwrite=true"),
+    _row("output is a file", "output_dir={root}/rows.jsonl", "rows.jsonl", "is a file"),
+    _row(
+        "overwrite deletes the model", "output_dir={root}/used;model={root}/used/export;overwrite=true", "would delete"
+    ),
+    _row("no such checkpoint", "resume={root}/step-00000010", "step-00000010", "no such checkpoint"),
+    _row("absent device", "device=npu", "device = 'npu'", "device=cpu", "SHARDWISE_DEVICE=cpu"),
+]

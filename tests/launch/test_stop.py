@@ -1,0 +1,61 @@
+"""A signal to the launcher is a request that the workers answer at a step boundary."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.stop import StopChannel, StopListener
+from tests.launch.jobs import launched
+
+
+def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with StopListener() as listener:
+        assert (listener.signal_name, listener.at_once, listener.seconds_since()) == (None, False, 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (listener.signal_name, listener.at_once) == ("SIGTERM", False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not listener.at_once, "a batch system may send SIGTERM twice"
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (listener.signal_name, listener.at_once) == ("SIGTERM", True)
+        assert listener.seconds_since() > 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_request_is_seen_at_the_other_end() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    worker, launcher = StopChannel("127.0.0.1", store.port), StopChannel("127.0.0.1", store.port)
+    assert worker.requested() is None
+    launcher.request("SIGINT")
+    assert worker.requested() == "SIGINT"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_workers_stop_at_a_step_boundary(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with launched(tmp_path, "stoppable") as job:
+        job.rank_pids(3)
+        job.process.send_signal(number)
+        assert job.wait() == code
+    steps = {(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}
+    status = job.status()
+    assert (status["state"], status["exit_code"], [str(status["step"])]) == ("stopped", code, list(steps))
+    assert job.stderr == f"stopped by {number.name}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_stop_that_does_not_end_in_time_fails(tmp_path: Path) -> None:
+    with launched(tmp_path, "forever", num_ranks=2, grace_seconds=0.5) as job:
+        job.rank_pids(2)
+        job.process.terminate()
+        assert job.wait(10) == 3
+    assert "did not save and leave within save.grace_seconds = 0.5" in job.stderr
+    assert (job.status()["state"], job.status()["exit_code"]) == ("failed", 3)

@@ -1,0 +1,158 @@
+"""What a tree says is read whole, or refused with the key, the rule and the nearest thing that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import NOT_AVAILABLE, apply_overrides, load_yaml
+from shardwise.errors import ConfigError
+from shardwise.spec.rules import known_keys, parse_run
+from shardwise.spec.run import RunConfig, dump_run
+
+
+def _parse(*overrides: str, **tree: Any) -> RunConfig:
+    return parse_run(apply_overrides({"model": "folder", **tree}, overrides))
+
+
+def _message(*overrides: str, **tree: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        _parse(*overrides, **tree)
+    return str(error.value)
+
+
+# Every key of the contract whose feature is not built yet, with a value that asks for it.
+NOT_BUILT = [
+    "lora.r=4",
+    "use_lora=true",
+    "trust_remote_code=true",
+    "data.format=alpaca",
+    "data.packing=true",
+    "data.val_size=0.1",
+    "data.on_bad_rows=skip",
+    "train.precision=bf16",
+    "train.compile=true",
+    "train.on_nan=skip",
+    "train.early_stopping_patience=2",
+    "cp=2",
+    "ep=2",
+    "sequence_parallel=true",
+    "schedule=interleaved",
+    "virtual_stages=2",
+    "recompute=selective",
+    "plan=plan.json",
+    "save.best=eval_loss",
+    "save.async=true",
+    "log.report_to=wandb",
+    "log.profile_steps='2-4'",
+    "restarts=1",
+    "nnodes=2",
+    "node_rank=1",
+    "rdzv_endpoint=host:29500",
+    "cluster=atlas",
+]
+
+
+@pytest.mark.parametrize("override", NOT_BUILT)
+def test_a_feature_that_is_not_built_yet_is_refused_by_its_key(override: str) -> None:
+    message = _message(override)
+    key = override.partition("=")[0].rpartition(".")[2]
+    assert NOT_AVAILABLE in message
+    assert key in message or "lora" in message
+    assert "unknown" not in message
+
+
+def test_neutral_values_of_such_keys_are_accepted() -> None:
+    run = _parse("cp=1", "ep=1", "virtual_stages=1", "restarts=0", "log.report_to=none", "data.val_size=0", lora=None)
+    assert run.strategy.cp == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("strategy.tpp=2", ["strategy.tpp = 2", "unknown key", "strategy.tp?"]),
+        ("tpp=2", ["unknown key", "strategy.tp?"]),
+        ("learning_rate=1e-4", ["unknown key", "train.learning_rate?"]),
+        ("train.lr=1e-4", ["unknown key", "train.learning_rate?"]),
+        ("save.asynch=true", ["unknown key", "save.async?"]),
+        ("data.suffle=true", ["unknown key", "data.shuffle?"]),
+        ("eval.qqqq=1", ["unknown key", "strategy, steps, batch_size"]),
+        ("tp=0", ["strategy.tp = 0", "greater than 0"]),
+        ("tp=true", ["strategy.tp = True", "must not be true or false"]),
+        ("recompute=true", ["strategy.recompute = True", "must not be true or false"]),
+        ("recompute=-1", ["strategy.recompute = -1", "'none'", "or greater than or equal to 0"]),
+        ("stages=4,3", ["strategy.stages = '4,3'", "list", "[4, 3]"]),
+        ("stages=[4, 0]", ["strategy.stages[1] = 0", "greater than 0"]),
+        ("train.optimizer=adam", ["train.optimizer = 'adam'", "'adamw' or 'sgd'", "mean adamw?"]),
+        ("train.learning_rate=.nan", ["train.learning_rate = nan", "finite"]),
+        ("train.learning_rate=-1", ["train.learning_rate = -1", "0"]),
+        ("train.learning_rate=fast", ["train.learning_rate = 'fast'", "number"]),
+        ("train.epochs=1.5", ["train.epochs = 1.5", "integer"]),
+        ("train=3", ["train = 3", "section", "learning_rate"]),
+        ("output_dir=3", ["output_dir = 3", "text", "'3'"]),
+        ("device=gpu", ["device = 'gpu'", "'cuda'"]),
+        ("train.warmup_ratio=2", ["train.warmup_ratio = 2", "1"]),
+    ],
+)
+def test_a_wrong_value_names_key_rule_and_remedy(override: str, words: list[str]) -> None:
+    message = _message(override)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.epochs=2", "train.max_steps=5"], ["train.epochs = 2", "train.max_steps = 5"]),
+        (["train.warmup_steps=2", "train.warmup_ratio=0.1"], ["warmup_steps = 2", "warmup_ratio = 0.1"]),
+        (["train.global_batch_size=8", "train.gradient_accumulation_steps=2"], ["global_batch_size = 8", "= 2"]),
+        (["train.gradient_accumulation_steps=2"], ["needs strategy.micro_batch_size"]),
+        (["save.strategy=steps"], ["needs save.steps"]),
+        (["save.steps=2"], ["save.steps = 2", "save.strategy is no"]),
+        (["eval.strategy=steps", "data.eval=x"], ["needs eval.steps"]),
+        (["eval.strategy=epoch"], ["data.eval"]),
+        (["train.momentum=0.9"], ["momentum", "sgd"]),
+        (["train.optimizer=sgd", "train.adam_beta1=0.5"], ["adam_beta1", "adamw"]),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], words: list[str]) -> None:
+    message = _message(*overrides)
+    for word in words:
+        assert word in message
+
+
+def test_all_that_is_wrong_is_said_in_one_message() -> None:
+    message = _message("tp=0", "train.epochs=0", "train.sede=1")
+    assert "\n" not in message
+    for word in ("strategy.tp = 0", "train.epochs = 0", "train.sede = 1", "train.seed?"):
+        assert word in message
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="model: missing"):
+        parse_run({})
+
+
+def test_an_empty_section_means_its_defaults_and_a_false_no_means_no() -> None:
+    run = parse_run(
+        {"model": "m", "data": None, "train": None, "save": {"strategy": False, "best": False}, "resume": False}
+    )
+    assert run == RunConfig(model="m")
+
+
+def test_a_dumped_run_reads_back_equal_with_the_names_of_the_contract(tmp_path: Path) -> None:
+    run = _parse(
+        "stages=[2, 2]", "pp=2", "train.learning_rate=1e-4", "save.keep=1", "output_dir='1e5'", "tokenizer='no'"
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_run(run), encoding="utf-8")
+    assert parse_run(load_yaml(path)) == run
+    assert "async" in load_yaml(path)["save"]
+
+
+def test_every_key_of_the_contract_is_known() -> None:
+    keys = set(known_keys())
+    assert {"save.async", "data.on_long", "strategy.stages", "train.adam_eps", "log.rows", "rdzv_endpoint"} <= keys
+    assert not any("async_" in key for key in keys)

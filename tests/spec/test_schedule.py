@@ -1,0 +1,101 @@
+"""The action lists are complete, in order, free of deadlock, and 1F1B holds as few activations as it promises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from shardwise.spec.schedule import (
+    Action,
+    ActionLists,
+    action_lists,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    peak_activations,
+)
+
+stages = st.integers(1, 9)
+extra = st.integers(0, 20)  # micro-batches beyond the number of stages, which 1F1B needs
+
+
+def _simulate(lists: ActionLists, num_stages: int) -> int:
+    """Run all lists at once, an action a tick and stage; the number of ticks. Fails when none can go on."""
+    done: set[Action] = set()
+    queues = {stage: list(actions) for stage, actions in lists.items()}
+    ticks = 0
+    while any(queues.values()):
+        ready = [queue.pop(0) for queue in queues.values() if queue and _needed(queue[0], num_stages) <= done]
+        assert ready, f"nobody can go on after {len(done)} actions"
+        done |= set(ready)
+        ticks += 1
+    return ticks
+
+
+def _needed(action: Action, num_stages: int) -> set[Action]:
+    stage, kind, micro_batch = action
+    if kind == "forward":
+        return {Action(stage - 1, "forward", micro_batch)} if stage else set()
+    after = {Action(stage + 1, "backward", micro_batch)} if stage + 1 < num_stages else set()
+    return after | {Action(stage, "forward", micro_batch)}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@hypothesis_settings(deadline=None)
+@given(num_stages=stages, more=extra)
+def test_every_pass_once_forward_before_backward_and_no_deadlock(name: str, num_stages: int, more: int) -> None:
+    num_micro_batches = num_stages + more
+    lists = action_lists(name, num_stages, num_micro_batches)
+    assert sorted(lists) == list(range(num_stages))
+    for stage, actions in lists.items():
+        expected = {Action(stage, kind, m) for kind in ("forward", "backward") for m in range(num_micro_batches)}
+        assert len(actions) == len(expected)
+        assert set(actions) == expected
+        for kind in ("forward", "backward"):
+            order = [action.micro_batch for action in actions if action.kind == kind]
+            assert order == list(range(num_micro_batches))
+        for micro_batch in range(num_micro_batches):
+            forward = actions.index(Action(stage, "forward", micro_batch))
+            assert forward < actions.index(Action(stage, "backward", micro_batch))
+    # Both fill the pipeline once on the way in and once on the way out: the bubble of the published formula.
+    assert _simulate(lists, num_stages) == 2 * (num_micro_batches + num_stages - 1)
+
+
+@hypothesis_settings(deadline=None)
+@given(stages, extra)
+def test_1f1b_holds_one_activation_a_stage_behind_it_however_many_micro_batches(num_stages: int, more: int) -> None:
+    for stage, actions in one_f_one_b(num_stages, num_stages + more).items():
+        assert peak_activations(actions) == min(num_stages - stage, num_stages + more) == num_stages - stage
+
+
+@hypothesis_settings(deadline=None)
+@given(stages, st.integers(1, 20))
+def test_gpipe_holds_every_activation_and_needs_no_full_pipeline(num_stages: int, num_micro_batches: int) -> None:
+    lists = gpipe(num_stages, num_micro_batches)
+    assert {peak_activations(actions) for actions in lists.values()} == {num_micro_batches}
+    _simulate(lists, num_stages)
+
+
+@hypothesis_settings(deadline=None)
+@given(stages, st.integers(1, 20))
+def test_evaluation_has_forward_passes_only(num_stages: int, num_micro_batches: int) -> None:
+    lists = forward_only(num_stages, num_micro_batches)
+    assert {action.kind for actions in lists.values() for action in actions} == {"forward"}
+    assert _simulate(lists, num_stages) == num_micro_batches + num_stages - 1
+
+
+def test_1f1b_with_fewer_micro_batches_than_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 4 micro-batches"):
+        one_f_one_b(4, 3)
+
+
+def test_1f1b_of_three_stages_written_out() -> None:
+    lists = one_f_one_b(3, 4)
+    written = {s: " ".join(f"{a.kind[0]}{a.micro_batch}" for a in actions) for s, actions in lists.items()}
+    assert written == {
+        0: "f0 f1 f2 b0 f3 b1 b2 b3",
+        1: "f0 f1 b0 f2 b1 f3 b2 b3",
+        2: "f0 b0 f1 b1 f2 b2 f3 b3",
+    }

@@ -1,0 +1,376 @@
+"""The README and the docs: every command works, both languages say the same, the reference matches the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic_core import PydanticUndefined
+from typer.testing import CliRunner
+
+from shardwise import cli
+from shardwise.config import NOT_AVAILABLE, apply_overrides
+from shardwise.errors import ConfigError
+from shardwise.launch.resolve import prepare
+from shardwise.spec import rules
+from shardwise.spec.plan import Plan
+from shardwise.spec.run import LoraConfig, RunConfig
+from tests.fixtures import make_model, make_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
+    (path, ROOT / "docs/zh" / path.name) for path in sorted((ROOT / "docs/en").glob("*.md"))
+]
+PAGES = [page for pair in PAIRS for page in pair]
+NOT_YET = {"en": "Not yet: ", "zh": "暂不可用："}
+CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every code block."""
+    return CODE.findall(read(page))
+
+
+def prose(page: Path) -> str:
+    return CODE.sub("", read(page))
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)", prose(page))
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def commands() -> list[str]:
+    """Every line of every bash block, each once."""
+    lines = [
+        line for page in PAGES for language, text in blocks(page) if language == "bash" for line in text.split("\n")
+    ]
+    return list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+
+
+# Stand-ins: a folder in which the names that the docs use (DIR, FILE.jsonl, run.yaml) are there, but tiny.
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_DEVICE", "cpu")
+    monkeypatch.delenv("SHARDWISE_MODELS_DIR", raising=False)
+    make_model(tmp_path / "DIR", "llama")
+    (tmp_path / "FILE.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(yaml_block(), encoding="utf-8")
+    return tmp_path
+
+
+def yaml_block() -> str:
+    (text,) = (text for language, text in blocks(ROOT / "README.md") if language == "yaml")
+    return text
+
+
+def add_examples(workspace: Path) -> None:
+    """The examples, with a tiny model that has as many heads and blocks as the one they name."""
+    shutil.copytree(ROOT / "examples", workspace / "examples")
+    sizes = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30}
+    make_model(workspace / "models/SmolLM2-135M-Instruct", "llama-tied", **sizes)
+
+
+def add_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["?", "<s>", "</s>", "Why", "is", "a", "model", "split"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="?").save_pretrained(folder)
+
+
+# How each command is checked. A command of the docs that is not in COMMANDS fails the tests.
+
+
+def resolved(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Parse a ``shardwise train`` command line as the command itself does, and resolve it; nothing is launched."""
+    plans: list[Plan] = []
+
+    def stop_after_prepare(tree: dict[str, Any]) -> int:
+        plans.append(prepare(tree)[1])
+        return 0
+
+    monkeypatch.setattr(cli, "_train", stop_after_prepare)
+    result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (plan,) = plans
+    return plan
+
+
+def is_valid_run(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *words = shlex.split(command)
+    assert program == "shardwise"
+    add_examples(workspace)
+    plan = resolved(words, monkeypatch)
+    for word in words:
+        axis, _, degree = word.partition("=")
+        if axis in ("tp", "pp"):
+            assert getattr(plan.strategy, axis) == int(degree)
+
+
+def is_valid_resume(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes on from what ``shardwise train --model DIR ...`` has written; the slow test below really trains."""
+    (workspace / "output").mkdir()
+    (workspace / "output/run.yaml").write_text(yaml_block(), encoding="utf-8")
+    is_valid_run(command, workspace, monkeypatch)
+
+
+def shows_help(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(cli.app, shlex.split(command)[1:])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def answers(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, subcommand, folder, prompt = shlex.split(command)
+    assert subcommand == "generate"
+    shutil.copytree(workspace / "DIR", workspace / folder)
+    add_tokenizer(workspace / folder)
+    result = CliRunner().invoke(cli.app, shlex.split(command)[1:], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.output.startswith(f"> {prompt}\n")
+
+
+def recipe(target: str) -> str:
+    """What make would run, with nothing built yet."""
+    # VIRTUAL_ENV names a folder that is not there, so that every step is listed.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "MFLAGS"}
+    environment["VIRTUAL_ENV"] = "no-such-environment"
+    command = ["make", "--dry-run", "--no-print-directory", "-C", str(ROOT), target]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def makes_a_valid_run(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = re.findall(r"-m shardwise\.cli (.*)", recipe(command.split()[1]))
+    is_valid_run(f"shardwise {line}", workspace, monkeypatch)
+
+
+def makes_pytest(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = recipe(command.split()[1])
+    assert re.search(r"-m pytest", lines)
+    assert ("ruff check" in lines) == (command == "make check")
+
+
+def names_the_environment(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = re.fullmatch(r"source (.+)/bin/activate", command)
+    assert folder
+    assert f"VENV := {folder[1]}\n" in read(ROOT / "Makefile")
+
+
+Check = Callable[[str, Path, pytest.MonkeyPatch], None]
+OWN_RUN = "shardwise train --model DIR --data FILE.jsonl tp=2 pp=2"
+SAVING_RUN = f"{OWN_RUN} save.strategy=steps save.steps=100"
+RESUMED_RUN = "shardwise train output/run.yaml resume=auto"
+GENERATE = 'shardwise generate output/export "Why is a model split?"'
+COMMANDS: dict[str, Check] = {
+    "make train": makes_a_valid_run,
+    "make test": makes_pytest,
+    "make check": makes_pytest,
+    "source .venv/bin/activate": names_the_environment,
+    OWN_RUN: is_valid_run,
+    SAVING_RUN: is_valid_run,
+    RESUMED_RUN: is_valid_resume,
+    "shardwise train run.yaml": is_valid_run,
+    "shardwise train run.yaml tp=1 pp=4": is_valid_run,
+    "shardwise train run.yaml tp=2 train.epochs=1": is_valid_run,
+    "shardwise train examples/pipeline_data.yaml": is_valid_run,
+    "shardwise train --help": shows_help,
+    GENERATE: answers,
+}
+
+
+def test_every_command_has_a_check() -> None:
+    assert sorted(commands()) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    COMMANDS[command](command, workspace, monkeypatch)
+
+
+def test_commands_stand_in_bash_blocks() -> None:
+    """A command in a block of another language would escape the table."""
+    for page in PAGES:
+        for language, text in blocks(page):
+            assert language in ("bash", "yaml", "text", "json"), f"{name(page)}: a block of {language or 'no language'}"
+            if language != "bash":
+                assert not re.search(r"^\s*(\$ )?(shardwise|make|python|pip) ", text, re.MULTILINE), name(page)
+
+
+def test_a_wrong_command_is_noticed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        is_valid_run(f"{OWN_RUN} train.epoch=1", workspace, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # three commands, each of which imports torch and transformers
+def test_the_commands_of_the_readme_train_save_resume_and_answer(workspace: Path) -> None:
+    """The reader's own run, with two steps instead of three epochs, then two more, then a question."""
+    add_tokenizer(workspace / "DIR")
+    first = run_command(f"{SAVING_RUN} save.steps=1 train.max_steps=2")
+    assert first.stdout.strip() == "output/export"
+    run_command(f"{RESUMED_RUN} train.max_steps=4")
+    lines = [json.loads(line) for line in read(workspace / "output/metrics.jsonl").splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert json.loads(read(workspace / "output/status.json"))["state"] == "done"
+    assert run_command(GENERATE).stdout.startswith("> Why is a model split?\n")
+
+
+def run_command(command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "shardwise.cli", *shlex.split(command)[1:]]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# Both languages.
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[name(english) for english, _ in PAIRS])
+def test_languages_are_in_step(english: Path, chinese: Path) -> None:
+    assert blocks(english) == blocks(chinese)
+    assert headings(english) == headings(chinese)
+    assert [common(link) for link in links(english)] == [common(link) for link in links(chinese)]
+    assert table_widths(english) == table_widths(chinese)
+    assert len(list_items(english)) == len(list_items(chinese))
+
+
+def test_no_page_without_its_other_language() -> None:
+    assert {p.name for p in (ROOT / "docs/zh").glob("*.md")} == {p.name for p in (ROOT / "docs/en").glob("*.md")}
+
+
+def headings(page: Path) -> list[int]:
+    """The level of each heading, in order."""
+    return [len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.MULTILINE)]
+
+
+def common(link: str) -> str:
+    return link.replace("README.zh.md", "README.md").replace("zh/", "en/")
+
+
+def table_widths(page: Path) -> list[int]:
+    """Number of cells of each table row, in order."""
+    return [len(cells(line)) for line in prose(page).splitlines() if line.startswith("|")]
+
+
+def list_items(page: Path) -> list[str]:
+    return re.findall(r"^- .*", prose(page), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_internal_links_exist(page: Path) -> None:
+    for link in links(page):
+        if not link.startswith("https://"):
+            assert (page.parent / link).is_file(), f"{name(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_the_text_names_exist(page: Path) -> None:
+    """``parallel/engine.py`` and ``spec/layout.ParamLayout`` are places in the package."""
+    for room, module, attribute in re.findall(r"`(\w+)/(\w+)(?:\.(\w+))?`", prose(page)):
+        path = ROOT / "shardwise" / room / f"{module}.py"
+        if (ROOT / "shardwise" / room).is_dir():
+            assert path.is_file(), f"{name(page)}: {room}/{module}"
+            assert attribute in ("", "py") or re.search(rf"^(class|def) {attribute}\b", read(path), re.MULTILINE)
+
+
+# The reference of keys.
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def key_rows(language: str) -> dict[str, tuple[str, str]]:
+    """Key -> (default, meaning), of every table whose first column holds keys."""
+    rows: dict[str, tuple[str, str]] = {}
+    in_keys = False
+    for line in prose(ROOT / f"docs/{language}/contract.md").splitlines():
+        if not line.startswith("|"):
+            in_keys = False
+        elif cells(line)[0] in ("Key", "配置项"):
+            in_keys = True
+        elif in_keys and (key := re.fullmatch(r"`([\w.]+)`", cells(line)[0])):
+            assert key[1] not in rows, f"{key[1]} stands twice"
+            rows[key[1]] = (cells(line)[1], cells(line)[2])
+    return rows
+
+
+def refused_values(language: str) -> dict[str, str]:
+    """Key -> the value that the reference says is not available yet."""
+    found = {}
+    for key, (_, meaning) in key_rows(language).items():
+        if match := re.search(NOT_YET[language] + r"`([^`]+)`", meaning):
+            found[key] = match[1]
+    return found
+
+
+def default_of(key: str) -> Any:
+    """The default in the code; None where it is filled in later."""
+    section, _, field = key.rpartition(".")
+    owner = LoraConfig if section == "lora" else RunConfig
+    if section and section != "lora":
+        owner = RunConfig.model_fields[section].annotation  # type: ignore[assignment]
+    default = next(f for n, f in owner.model_fields.items() if (f.alias or n) == field).default
+    return None if default is PydanticUndefined else default
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_reference_lists_exactly_the_keys(language: str) -> None:
+    known = rules.known_keys()
+    leaves = [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+    assert sorted(key_rows(language)) == sorted(leaves)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_reference_gives_the_defaults_of_the_code(language: str) -> None:
+    for key, (shown, _) in key_rows(language).items():
+        default = default_of(key)
+        if default is not None:
+            text = shown.strip("`")
+            read_back = apply_overrides({}, [f"value={text}"])["value"]
+            assert read_back == (list(default) if isinstance(default, tuple) else default), key
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_reference_marks_what_is_not_available(language: str) -> None:
+    marked = refused_values(language)
+    for key, value in marked.items():
+        tree = apply_overrides({"model": "x"}, [f"{key}={value}"])
+        with pytest.raises(ConfigError, match=NOT_AVAILABLE):
+            rules.parse_run(tree)
+    assert {key for key in rules._NEUTRAL if key != "lora"} <= set(marked)
+
+
+def test_documented_values_are_accepted() -> None:
+    """What a row names as a choice, before the mark of what is not available, is one."""
+    for key in ("optimizer", "lr_scheduler"):
+        meaning = key_rows("en")[f"train.{key}"][1]
+        for value in re.findall(r"`(\w+)`", meaning):
+            assert rules.parse_run({"model": "x", "train": {key: value}})
+    for key in ("data.on_long", "data.format", "strategy.schedule"):
+        meaning = key_rows("en")[key][1].split(NOT_YET["en"])[0]
+        for value in re.findall(r"`(\w+)`", meaning):
+            assert rules.parse_run(apply_overrides({"model": "x"}, [f"{key}={value}"]))

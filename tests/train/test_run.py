@@ -1,0 +1,156 @@
+"""Whole runs of ``shardwise train`` on two processes: what they leave behind, how they stop and go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from shardwise.spec.tolerance import EXPORT_LOGITS, FP32_LOSS
+from tests.fixtures import make_model, make_rows
+from tests.launch.jobs import Job, command
+from tests.parallel.harness import SGD, Case, reference, strategy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRAIN_KEYS = {
+    *("kind", "step", "epoch", "loss", "grad_norm", "lr", "num_tokens", "num_input_tokens", "num_rows"),
+    *("step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes"),
+}
+STEPS = 6
+LONG_STEPS = 120  # some 3 s on two quiet cores: the signal must come in time
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and eight rows."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_model(folder / "model", "llama")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    return folder
+
+
+def _configure(inputs: Path, output_dir: Path, train: dict[str, Any], **more: Any) -> Path:
+    data = {"train": str(inputs / "rows.jsonl")} | more.pop("data", {})
+    run = {"model": str(inputs / "model"), "data": data, "train": train, "strategy": {"pp": 2}, "device": "cpu"}
+    path = output_dir.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(run | {"output_dir": str(output_dir)} | more))
+    return path
+
+
+@contextmanager
+def _shardwise(config: Path, *overrides: str) -> Iterator[Job]:
+    with command(config.with_suffix(""), "-m", "shardwise.cli", "train", str(config), *overrides) as job:
+        yield job
+
+
+def _metrics(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def short(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A finished run of six steps, with evaluation, by plain SGD."""
+    train = {"global_batch_size": 4, "max_steps": STEPS, "optimizer": "sgd", "learning_rate": SGD.learning_rate}
+    evaluation = {"strategy": "steps", "steps": 3}
+    data = {"shuffle": False, "eval": str(inputs / "rows.jsonl")}
+    config = _configure(inputs, tmp_path_factory.mktemp("short") / "out", train, data=data, eval=evaluation)
+    with _shardwise(config) as job:
+        assert job.wait() == 0, job.stderr
+    return job
+
+
+def test_a_run_leaves_what_the_contract_says(short: Job) -> None:
+    lines = _metrics(short.output_dir)
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert all(set(line) == TRAIN_KEYS for line in steps)
+    assert [line["num_rows"] for line in steps] == [4] * STEPS
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6]
+    assert all({"eval_loss", "eval_tokens"} <= set(line) for line in lines if line["kind"] == "eval")
+    status = {"state": "done", "exit_code": 0, "step": STEPS, "rank": None, "error": None, "checkpoint": None}
+    assert short.status() == status
+    names = {"run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "export"}
+    assert {path.name for path in short.output_dir.iterdir()} == names
+    assert short.stdout == f"{short.output_dir / 'export'}\n"
+    assert "Traceback" not in short.stderr
+
+
+def test_loss_and_export_are_those_of_plain_transformers(short: Job, inputs: Path) -> None:
+    rows = tuple(make_rows())
+    case = Case(inputs / "model", strategy(), rows, global_batch_size=4, steps=STEPS)
+    expected = reference(case)
+    losses = [line["loss"] for line in _metrics(short.output_dir) if line["kind"] == "train"]
+    assert losses == pytest.approx(expected.losses, rel=FP32_LOSS)
+    exported = AutoModelForCausalLM.from_pretrained(short.output_dir / "export")
+    plain = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    ids = torch.tensor([rows[-1]["input_ids"]])
+    with torch.no_grad():
+        before = plain(ids).logits
+        plain.load_state_dict(expected.weights)
+        after = plain(ids).logits
+        difference = (exported(ids).logits - after).norm() / after.norm()
+    assert difference < EXPORT_LOGITS
+    assert (before - after).norm() / after.norm() > 1000 * EXPORT_LOGITS, "the run has changed next to nothing"
+
+
+def test_a_job_of_torchrun_makes_the_same_run(short: Job, tmp_path: Path) -> None:
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    run = yaml.safe_load((short.output_dir / "run.yaml").read_text()) | {"output_dir": str(output_dir)}
+    (output_dir / "run.yaml").write_text(yaml.safe_dump(run))
+    (output_dir / "plan.json").write_bytes((short.output_dir / "plan.json").read_bytes())
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+    where = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    with command(output_dir, *torchrun, *where, "-m", "shardwise.launch.worker", str(output_dir)) as job:
+        assert job.wait() == 0, job.stderr
+    assert job.status() == short.status()
+    assert _weights(output_dir) == _weights(short.output_dir)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(inputs: Path, tmp_path: Path) -> None:
+    train = {"global_batch_size": 3, "max_steps": LONG_STEPS, "learning_rate": 1e-4}
+    whole, stopped = (_configure(inputs, tmp_path / name, train) for name in ("whole", "stopped"))
+    with _shardwise(whole) as reference_job:
+        assert reference_job.wait() == 0, reference_job.stderr
+
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    with _shardwise(stopped) as job:
+        job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143, job.stderr
+    status = job.status()
+    step = status["step"]
+    assert 5 <= step < LONG_STEPS
+    assert (status["state"], status["exit_code"]) == ("stopped", 143)
+    assert status["checkpoint"] == f"checkpoints/step-{step:08d}"
+    assert (job.output_dir / status["checkpoint"]).is_dir()
+    assert not (job.output_dir / "export").exists()
+
+    with _shardwise(stopped, "resume=auto") as job:
+        assert job.wait() == 0, job.stderr
+    assert f"after step {step}" in job.stderr
+    assert (job.status()["state"], job.status()["step"]) == ("done", LONG_STEPS)
+    lines, expected = _metrics(job.output_dir), _metrics(reference_job.output_dir)
+    assert [line["step"] for line in lines] == list(range(1, LONG_STEPS + 1))
+    same = ("epoch", "loss", "grad_norm", "lr", "num_tokens", "num_rows")
+    assert [[line[key] for key in same] for line in lines] == [[line[key] for key in same] for line in expected]
+    assert _weights(job.output_dir) == _weights(reference_job.output_dir)
+
+
+def _weights(output_dir: Path) -> dict[str, list[Any]]:
+    """The exported weights as lists: equal lists are equal bits (but for the sign of zero)."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in (output_dir / "export").glob("*.safetensors"):
+        tensors |= load_file(path)
+    assert tensors
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
