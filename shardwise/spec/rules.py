@@ -256,6 +256,12 @@ def _check_interval(key: str, strategy: str, steps: int | None) -> None:
 
 def _check_save(run: RunConfig) -> None:
     _check_interval("save", run.save.strategy, run.save.steps)
+    _refuse(
+        not run.overwrite or run.resume == "no",
+        f"overwrite = true with resume = {run.resume!r}",
+        "it would delete the checkpoints that the run is to go on from",
+        "Leave out one of the two",
+    )
 
 
 def _check_eval(run: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class Optimizer:
         self.shards = [shard for shard in shards if shard.parameter.requires_grad and shard.data.numel()]
         self._values = [shard.data for shard in self.shards]
         self.slots = () if train.optimizer == "sgd" and train.momentum == 0.0 else SLOTS[train.optimizer]
-        self._optimizer = _build(self._values, train) if self._values else None
+        self._optimizer = _build(self.shards, self._values, train) if self._values else None
         if self._optimizer is not None:
             for value in self._values:
                 state = {slot: torch.zeros_like(value) for slot in self.slots}
@@ -58,16 +59,17 @@ class Optimizer:
                 state["step"].fill_(count)
 
 
-def _build(values: list[torch.Tensor], train: TrainConfig) -> torch.optim.Optimizer:
+def _build(shards: Sequence[Shard], values: Sequence[torch.Tensor], train: TrainConfig) -> torch.optim.Optimizer:
+    # Matrices decay; norms and biases do not, as Hugging Face's Trainer has it.
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [v for s, v in zip(shards, values, strict=True) if (len(s.layout.shape) > 1) is decays],
+            "weight_decay": train.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
     if train.optimizer == "adamw":
-        return torch.optim.AdamW(
-            values,
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_eps,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
-    return torch.optim.SGD(
-        values, lr=train.learning_rate, momentum=train.momentum, weight_decay=train.weight_decay, fused=True
-    )
+        betas = (train.adam_beta1, train.adam_beta2)
+        return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_eps, fused=True)
+    return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=True)

@@ -40,8 +40,12 @@ class Job:
         return {pid for pid in _all_pids() if f"{_MARK}={self.mark}".encode() in _environment(pid)}
 
     def wait(self, seconds: float = LIMIT_SECONDS) -> int:
-        """The exit status; stdout and stderr are kept. Raises ``subprocess.TimeoutExpired``."""
-        self.stdout, self.stderr = self.process.communicate(timeout=seconds)
+        """The exit status; stdout and stderr are kept. Fails, with the end of stderr, when the time is up."""
+        try:
+            self.stdout, self.stderr = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired as late:
+            end = (late.stderr or b"").decode(errors="replace")[-600:]
+            raise AssertionError(f"the job still ran after {seconds} s; its last words: {end}") from late
         return self.process.returncode
 
     def status(self) -> dict[str, Any]:

@@ -74,7 +74,9 @@ class Errors:
 
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, max_grad_norm=1.0, lr_scheduler="linear")
-ADAMW = TrainConfig(optimizer="adamw", learning_rate=1e-3, max_grad_norm=1.0, lr_scheduler="cosine", warmup_steps=1)
+ADAMW = TrainConfig(
+    optimizer="adamw", learning_rate=1e-3, weight_decay=0.1, lr_scheduler="cosine", warmup_steps=1, max_grad_norm=1.0
+)
 
 
 def strategy(blocks: int = 4, **degrees: Any) -> Strategy:
@@ -120,13 +122,15 @@ def reference(case: Case) -> Outcome:
         model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype).train()
         train = case.train
         optimizer: torch.optim.Optimizer
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
         if train.optimizer == "sgd":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=train.momentum, foreach=False)
+            optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum, foreach=False)
         else:
             betas = (train.adam_beta1, train.adam_beta2)
-            optimizer = torch.optim.AdamW(
-                model.parameters(), lr=0.0, betas=betas, weight_decay=train.weight_decay, foreach=False
-            )
+            optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, foreach=False)
         out = Outcome([], [], {}, {})
         per_epoch = [
             case.rows[i : i + case.global_batch_size] for i in range(0, len(case.rows), case.global_batch_size)

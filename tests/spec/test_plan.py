@@ -37,6 +37,7 @@ def test_a_saved_plan_loads_equal(plan: Plan, tmp_path: Path) -> None:
         (["strategy", "tp"], 3, ["tp = 3", "1, 2, 4"]),
         (["strategy", "stages"], [2, 1], ["stages [2, 1]", "4 blocks"]),
         (["strategy", "stages"], [4, 0], ["stages [4, 0]", "above 0"]),
+        (["strategy", "stages"], [1, 1, 2], ["stages [1, 1, 2]", "2 numbers"]),
         (["strategy", "stages"], 4, ["damaged"]),
         (["strategy", "warp"], 1, ["damaged", "warp"]),
         (["strategy", "dp_shard"], "2", ["damaged"]),

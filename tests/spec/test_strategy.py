@@ -98,6 +98,7 @@ def test_the_batch_arithmetic(model: ModelSpec, overrides: list[str], batch: tup
         (["devices=3", "tp=2", "dp=2"], ["devices = 3", "product of the degrees is 4", "devices=4"]),
         (["dp=4", "dp_replicate=3"], ["strategy.dp = 4", "dp_replicate = 3", "dp=3"]),
         (["dp=4", "dp_replicate=2", "dp_shard=3"], ["dp_replicate = 2", "dp_shard = 3", "dp=6"]),
+        (["dp=4", "dp_replicate=1", "dp_shard=2"], ["dp_replicate = 1", "dp_shard = 2", "dp=2"]),
         (["train.global_batch_size=10", "dp=4", "micro_batch_size=2"], ["= 10", "4 data ranks", "8 or 16"]),
         (["train.global_batch_size=3", "dp=4"], ["= 3", "4 data ranks", "Use 4"]),
         (["micro_batch_size=5", "train.global_batch_size=8"], ["= 8", "micro_batch_size 5", "5 or 10"]),
