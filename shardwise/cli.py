@@ -79,6 +79,7 @@ def _train(tree: dict[str, Any]) -> int:
     """Resolve, say what will run, launch, and say what came of it."""
     from shardwise.launch.agent import launch
     from shardwise.launch.resolve import RESULTS, prepare
+    from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
     from shardwise.spec.run import dump_run
 
@@ -96,8 +97,6 @@ def _train(tree: dict[str, Any]) -> int:
     if code == 0 and run.save.export:
         print("exported model:", file=sys.stderr, flush=True)
         print(export, flush=True)
-        from shardwise.report.answers import show_answers  # loads transformers
-
         show_answers(run, plan, export, console)
     return code
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwise.models.generate import generate
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 
@@ -25,6 +24,8 @@ def show_answers(run: RunConfig, plan: Plan, export: Path, console: Console) -> 
     prompts = first_questions(Path(run.data.eval or run.data.train or ""))
     if not prompts or run.model_init == "random" or plan.model.num_parameters > MAX_PARAMETERS:
         return
+    from shardwise.models.generate import generate  # loads transformers, which costs seconds
+
     before = generate(Path(run.model), prompts, ANSWER_TOKENS)
     after = generate(export, prompts, ANSWER_TOKENS)
     for prompt, old, new in zip(prompts, before, after, strict=True):
