@@ -12,15 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
+from tests.spec.model_folder import SIZES
+
 _SIZES: dict[str, Any] = {
-    "vocab_size": 132,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
+    **{key: value for key, value in SIZES.items() if key not in ("model_type", "architectures")},
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,

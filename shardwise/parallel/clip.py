@@ -15,14 +15,14 @@ def owned_squared_norm(shards: Iterable[Shard]) -> torch.Tensor:
     The sum over all ranks is the squared norm of the whole gradient: replicated, tied and sharded
     elements have exactly one owner (:class:`shardwise.spec.layout.ParamLayout`).
     """
-    norms = [
-        torch.linalg.vector_norm(shard.grad, dtype=torch.float64)
-        for shard in shards
-        if shard.layout.owned and shard.grad is not None and shard.grad.numel()
+    gradients = [
+        shard.grad for shard in shards if shard.layout.owned and shard.grad is not None and shard.grad.numel()
     ]
-    if not norms:
+    if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(norms).square().sum().cpu()
+    # Each tensor's norm in its own precision, their sum in float64: a float64 copy of every gradient costs
+    # more than the rest of the norm together.
+    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum().cpu()
 
 
 @torch.no_grad()

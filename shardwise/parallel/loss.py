@@ -15,33 +15,39 @@ class _TokenLossSum(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, group: dist.ProcessGroup | None
     ) -> torch.Tensor:
-        supervised = (targets != IGNORED).nonzero().squeeze(1)
-        scores = logits[supervised]
+        mask = targets != IGNORED
+        supervised = None if bool(mask.all()) else mask.nonzero().squeeze(1)
+        scores = logits
+        if supervised is not None:
+            scores, targets = logits[supervised], targets[supervised]
         if scores.dtype in (torch.bfloat16, torch.float16):
             scores = scores.float()
-        local_targets = targets[supervised] - start
+        local_targets = targets - start
         foreign = (local_targets < 0) | (local_targets >= scores.shape[1])
         local_targets = local_targets.masked_fill(foreign, 0).unsqueeze(1)
         top = scores.amax(dim=1)
         if group is not None:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        scores -= top.unsqueeze(1)
+        # Out of place only where the scores still are the caller's logits.
+        scores = scores - top.unsqueeze(1) if scores is logits else scores.sub_(top.unsqueeze(1))
         target_scores = scores.gather(1, local_targets).squeeze(1).masked_fill(foreign, 0.0)
         sums = torch.stack([scores.exp_().sum(dim=1), target_scores])
         if group is not None:
             dist.all_reduce(sums, group=group)
-        scores /= sums[0].unsqueeze(1)
-        ctx.save_for_backward(scores, supervised, local_targets, foreign)
+        ctx.save_for_backward(scores, sums[0], supervised, local_targets, foreign)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         return (sums[0].log() - sums[1]).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probabilities, supervised, local_targets, foreign = ctx.saved_tensors
-        hit = (~foreign).to(probabilities.dtype).unsqueeze(1)
-        grad_rows = probabilities.scatter_add(1, local_targets, -hit) * grads[0]
-        grad = grad_rows.new_zeros(ctx.shape, dtype=ctx.dtype)
-        grad[supervised] = grad_rows.to(ctx.dtype)
+        # The saved scores become the gradient in place; a second backward is refused by autograd's version check.
+        scores, sums, supervised, local_targets, foreign = ctx.saved_tensors
+        scores.mul_((grads[0] / sums).unsqueeze(1))
+        scores.scatter_add_(1, local_targets, (~foreign).to(scores.dtype).mul_(-grads[0]).unsqueeze(1))
+        if supervised is None:
+            return scores.to(ctx.dtype), None, None, None
+        grad = scores.new_zeros(ctx.shape, dtype=ctx.dtype)
+        grad[supervised] = scores.to(ctx.dtype)
         return grad, None, None, None
 
 

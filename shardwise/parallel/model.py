@@ -71,18 +71,17 @@ class ParallelModel:
         for shard in self.shards:
             shard.parameter.grad = None
 
-    def num_owned_parameters(self) -> int:
-        return sum(shard.data.numel() for shard in self.shards if shard.layout.owned)
-
     def tied_copies_agree(self) -> bool:
-        """Whether the two copies of a tied weight hold the same bits (True where this rank holds none)."""
+        """Whether this rank's copies of tied weights equal the largest of both copies (True where it holds none).
+
+        If the copies differ anywhere, at least one of the two ranks answers False.
+        """
+        agree = True
         for shard in tied_shards(self.shards) if self.tied_group is not None else []:
-            values = shard.data.view(torch.int32 if shard.data.element_size() == 4 else torch.int16).to(torch.int64)
-            extremes = torch.stack([values.sum(), -values.sum()])
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.tied_group)
-            if int(extremes[0]) != -int(extremes[1]):
-                return False
-        return True
+            largest = shard.data.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.tied_group)
+            agree &= torch.equal(largest, shard.data)
+        return agree
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         return token_loss_sum(logits, targets, self._vocab[0], self._tp_group) * scale
