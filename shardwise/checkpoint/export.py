@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.hf import INDEX_FILE
+from shardwise.checkpoint.safetensors import INDEX_FILE
 from shardwise.models.shard import Shard
 
 MAX_FILE_BYTES = 5 * 10**9
