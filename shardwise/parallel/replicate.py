@@ -39,16 +39,7 @@ def tied_shards(shards: Iterable[Shard]) -> list[Shard]:
 
 def _gradients(shards: Iterable[Shard]) -> list[torch.Tensor]:
     """The local gradients; one that no row of this rank reached counts as zero, so that all ranks agree."""
-    gradients = []
-    for shard in shards:
-        if not shard.parameter.requires_grad:
-            continue
-        if shard.parameter.grad is None:
-            shard.parameter.grad = torch.zeros_like(shard.parameter)
-        grad = shard.grad
-        assert grad is not None
-        gradients.append(grad)
-    return gradients
+    return [shard.ensure_grad() for shard in shards if shard.parameter.requires_grad]
 
 
 def _sum_in_buckets(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
