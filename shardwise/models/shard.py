@@ -30,6 +30,7 @@ class Master:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         self.grad: torch.Tensor | None = None
+        self.home: torch.Tensor | None = None  # where a step's gradient begins, None for memory of its own
         self.rounded_version = -1  # the version of the values that the parameter holds
         parameter.register_post_accumulate_grad_hook(self._collect)
 
@@ -37,7 +38,7 @@ class Master:
         """Add the gradient of one micro-batch in fp32 and let go of it."""
         assert parameter.grad is not None
         if self.grad is None:
-            self.grad = parameter.grad.float()
+            self.grad = parameter.grad.float() if self.home is None else self.home.copy_(parameter.grad)
         else:
             self.grad.add_(parameter.grad)
         parameter.grad = None

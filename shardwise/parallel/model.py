@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.models.shard import Shard, follow_masters
+from shardwise.parallel.buckets import ReplicaSums
 from shardwise.parallel.clip import owned_squared_norm
 from shardwise.parallel.engine import PipelineEngine, StageShapes
 from shardwise.parallel.fsdp import set_last_micro_batch
@@ -40,6 +41,12 @@ class ParallelModel:
         self._dtype = compute_dtype  # of activations, which may be coarser than the stored weights
         self._vocab = chunk_range(config.vocab_size, mesh.size("tp"), mesh.coordinate("tp"))
         self._tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+        # FSDP2 sums over the replicas by itself.
+        self._replica_sums = (
+            ReplicaSums(self.shards, mesh.group("dp_replicate"), mesh.strategy.gradient_aggregation_group)
+            if mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1
+            else None
+        )
         self._engine = (
             PipelineEngine(stage, mesh.strategy.schedule, mesh.group("pp"), mesh.device)
             if mesh.size("pp") > 1
@@ -57,7 +64,11 @@ class ParallelModel:
         Returns:
             This rank's share of the step's loss: the shares of all ranks sum to it.
         """
+        if self._replica_sums is not None:
+            self._replica_sums.begin(len(ids))
         loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
+        if self._replica_sums is not None:
+            self._replica_sums.finish()
         sum_gradients(self.shards, self.mesh, self.tied_group)
         return loss
 
