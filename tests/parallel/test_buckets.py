@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_buckets_by_bytes_hold_what_fits(sizes: list[int]) -> None:
     parts = partition(sizes, None)
     assert [index for part in parts for index in part] == list(range(len(sizes)))
     assert all(len(part) == 1 or sum(sizes[i] for i in part) <= BUCKET_BYTES for part in parts)
-    for part, following in zip(parts, parts[1:], strict=False):
+    for part, following in pairwise(parts):
         assert sum(sizes[i] for i in [*part, following[0]]) > BUCKET_BYTES
 
 
