@@ -193,7 +193,7 @@ def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy
                     "global_batch_size": rows,
                     "gradient_accumulation_steps": None,
                     "epochs": epochs,
-                    "precision": train.precision or "fp32",
+                    "precision": train.precision or ("fp32" if device == "cpu" else "bf16"),
                 }
             ),
             "strategy": given.model_copy(

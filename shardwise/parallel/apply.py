@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from shardwise.models.build import materialise, recompute_buffers
-from shardwise.models.shard import Shard
 from shardwise.models.sharding import ShardingTable, published_table
 from shardwise.models.structure import find_structure
 from shardwise.parallel.fsdp import apply_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.pipeline import cut_stage, tied_group
+from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import apply_tensor
 
@@ -29,14 +29,15 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> tuple[ParallelModel, Shar
     Raises:
         PlanError: a structure or a module that this strategy cannot split.
     """
-    strategy = mesh.strategy
+    strategy, compute_dtype = mesh.strategy, model.dtype
     structure = find_structure(model)
     table = published_table(model, structure, strategy.tp)
     stage, layouts = cut_stage(model, structure, mesh)
     layouts = apply_tensor(model, table, mesh, layouts)
     apply_recompute(stage.blocks, strategy.recompute)
-    layouts = apply_fsdp(stage, stage.blocks, mesh, layouts)
+    set_stored_dtypes(model, compute_dtype, mesh)
+    layouts = apply_fsdp(stage, stage.blocks, mesh, layouts, compute_dtype)
     materialise(stage, mesh.device)
     recompute_buffers(model)
-    shards = [Shard(layouts[name], parameter) for name, parameter in model.named_parameters()]
-    return ParallelModel(stage, shards, mesh, tied_group(structure, mesh)), table
+    shards = make_shards(model, layouts, compute_dtype)
+    return ParallelModel(stage, shards, mesh, tied_group(structure, mesh), compute_dtype), table

@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.precision import master_dtype
 from shardwise.spec.layout import ParamLayout, chunk_range
 
 
 def apply_fsdp(
-    stage: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, layouts: dict[str, ParamLayout]
+    stage: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    layouts: dict[str, ParamLayout],
+    compute_dtype: torch.dtype,
 ) -> dict[str, ParamLayout]:
-    """Shard each block, then the rest of the stage, over ``dp_shard``; a no-op at degree 1.
+    """Shard the blocks, then the rest of the stage, over ``dp_shard``; a no-op at degree 1.
+
+    A unit of blocks is gathered and its gradients are reduced in one collective: each block by itself, or
+    ``gradient_aggregation_group`` units a stage.
 
     With ``dp_replicate`` above 1 FSDP2 sums the gradients over the replicas too (HSDP). The gradients
-    are summed, not averaged: the loss is already divided by the global number of tokens.
+    are summed, not averaged: the loss is already divided by the global number of tokens. They are summed
+    in the dtype of the masters, whatever the dtype of the computation.
     """
     strategy = mesh.strategy
     if strategy.dp_shard == 1:
         return layouts
     axes = ("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)
     fsdp_mesh = mesh.device_mesh[axes]
-    for block in blocks:
-        fully_shard(block, mesh=fsdp_mesh, reshard_after_forward=strategy.reshard)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(compute_dtype))
+    for unit in group_blocks(blocks, strategy.gradient_aggregation_group):
+        fully_shard(unit, mesh=fsdp_mesh, reshard_after_forward=strategy.reshard, mp_policy=precision)
     # The root's weights (embedding, head, final norm) are needed at both ends of a pass: they stay gathered.
-    fully_shard(stage, mesh=fsdp_mesh, reshard_after_forward=False)
+    fully_shard(stage, mesh=fsdp_mesh, reshard_after_forward=False, mp_policy=precision)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # Plain sums first: a factor alone asks gloo for a reduction that it does not have.
@@ -36,6 +47,13 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
     rank = mesh.coordinate("dp_shard")
     return {name: _sharded(layout, strategy.dp_shard, rank) for name, layout in layouts.items()}
+
+
+def group_blocks(blocks: Sequence[nn.Module], num_groups: int | None) -> list[list[nn.Module]]:
+    """Neighbouring blocks in ``num_groups`` units as even as possible; None or too many: each by itself."""
+    count = min(num_groups or len(blocks), len(blocks))
+    ends = [len(blocks) * (i + 1) // count for i in range(count)]
+    return [list(blocks[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _sharded(layout: ParamLayout, parts: int, rank: int) -> ParamLayout:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.models.shard import Shard
+from shardwise.models.shard import Shard, follow_masters
+from shardwise.parallel.buckets import ReplicaSums
 from shardwise.parallel.clip import owned_squared_norm
 from shardwise.parallel.engine import PipelineEngine, StageShapes
 from shardwise.parallel.fsdp import set_last_micro_batch
@@ -25,14 +26,27 @@ class ParallelModel:
     supervised) and position ids. They are equal on the tensor and pipeline ranks of a data rank.
     """
 
-    def __init__(self, stage: Stage, shards: Sequence[Shard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        shards: Sequence[Shard],
+        mesh: Mesh,
+        tied_group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype,
+    ) -> None:
         self.stage, self.shards, self.mesh = stage, tuple(shards), mesh
         self.tied_group = tied_group
         config = stage.model.config.get_text_config()
         self._hidden_size: int = config.hidden_size
-        self._dtype: torch.dtype = stage.model.dtype
+        self._dtype = compute_dtype  # of activations, which may be coarser than the stored weights
         self._vocab = chunk_range(config.vocab_size, mesh.size("tp"), mesh.coordinate("tp"))
         self._tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+        # FSDP2 sums over the replicas by itself.
+        self._replica_sums = (
+            ReplicaSums(self.shards, mesh.group("dp_replicate"), mesh.strategy.gradient_aggregation_group)
+            if mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1
+            else None
+        )
         self._engine = (
             PipelineEngine(stage, mesh.strategy.schedule, mesh.group("pp"), mesh.device)
             if mesh.size("pp") > 1
@@ -50,7 +64,11 @@ class ParallelModel:
         Returns:
             This rank's share of the step's loss: the shares of all ranks sum to it.
         """
+        if self._replica_sums is not None:
+            self._replica_sums.begin(len(ids))
         loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
+        if self._replica_sums is not None:
+            self._replica_sums.finish()
         sum_gradients(self.shards, self.mesh, self.tied_group)
         return loss
 
@@ -69,7 +87,7 @@ class ParallelModel:
 
     def zero_grad(self) -> None:
         for shard in self.shards:
-            shard.parameter.grad = None
+            shard.set_grad(None)
 
     def tied_copies_agree(self) -> bool:
         """Whether this rank's copies of tied weights equal the largest of both copies (True where it holds none).
@@ -89,6 +107,7 @@ class ParallelModel:
     def _run(
         self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, scale: float, *, backward: bool
     ) -> float:
+        follow_masters(self.shards)
         if self._engine is None:
             losses = self._run_without_pipeline(ids, targets, positions, scale, backward)
         else:

@@ -1,4 +1,4 @@
-"""Sums of gradients that the backward pass leaves as shares: replicas, partial sums, tied copies."""
+"""Sums of gradients that the backward pass leaves as shares of this rank: partial sums, tied copies."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise.models.shard import Shard
+from shardwise.parallel.buckets import partition
 from shardwise.parallel.mesh import Mesh
-
-BUCKET_BYTES = 25 * 2**20
 
 
 def sum_gradients(shards: Sequence[Shard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> None:
     """Make every gradient the gradient of the whole step, in place.
 
-    Three sums, each over the ranks that hold a share: replicas of the data axis (FSDP has done so
-    already where it is used), tensor ranks of a replicated weight that sees only its heads, and the two
-    ends of a tied embedding.
+    Two sums, each over the ranks that hold a share: tensor ranks of a replicated weight that sees only
+    its heads, and the two ends of a tied embedding. The data axis has been summed before.
 
     Args:
         tied_group: the ranks of the two copies of a tied weight, None where this rank holds none.
     """
-    if mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1:
-        _sum_in_buckets(_gradients(shards), mesh.group("dp_replicate"))
     partial = [shard for shard in shards if shard.layout.tp_partial]
     if partial:
         _sum_in_buckets(_gradients(partial), mesh.group("tp"))
@@ -39,22 +35,14 @@ def tied_shards(shards: Iterable[Shard]) -> list[Shard]:
 
 def _gradients(shards: Iterable[Shard]) -> list[torch.Tensor]:
     """The local gradients; one that no row of this rank reached counts as zero, so that all ranks agree."""
-    gradients = []
-    for shard in shards:
-        if not shard.parameter.requires_grad:
-            continue
-        if shard.parameter.grad is None:
-            shard.parameter.grad = torch.zeros_like(shard.parameter)
-        grad = shard.grad
-        assert grad is not None
-        gradients.append(grad)
-    return gradients
+    return [shard.ensure_grad() for shard in shards if shard.parameter.requires_grad]
 
 
 def _sum_in_buckets(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """All-reduce in place, small tensors together; the buckets are in flight at the same time."""
     pending = []
-    for bucket in _buckets(tensors):
+    for indices in partition([t.numel() * t.element_size() for t in tensors], None):
+        bucket = [tensors[i] for i in indices]
         flat = bucket[0].view(-1) if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in pending:
@@ -62,16 +50,3 @@ def _sum_in_buckets(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> No
         if len(bucket) > 1:
             for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-
-
-def _buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    buckets: list[list[torch.Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if not buckets or size > room or tensor.dtype != buckets[-1][0].dtype:
-            buckets.append([])
-            room = BUCKET_BYTES
-        buckets[-1].append(tensor)
-        room -= size
-    return buckets

@@ -31,11 +31,31 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
         details.append(
             "recompute " + ("all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage")
         )
+    if run.train.precision == "bf16":
+        details.append("bf16 with fp32 masters")
     if strategy.tp > model.num_kv_heads:
         details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: k and v are whole on each rank")
     console.print(f"[bold]strategy[/]  {'; '.join([str(strategy), *details])} on {plan.device_type}", highlight=False)
+    gradients = gradient_line(plan)
+    if gradients:
+        console.print(f"[bold]gradients[/] {gradients}", highlight=False)
     console.print(_rank_table(plan))
     console.print(f"[bold]batch[/]     {batch_equation(plan)}", highlight=False)
+
+
+def gradient_line(plan: Plan) -> str:
+    """How gradients are summed over the data ranks; empty where there are none and nobody asked."""
+    strategy = plan.strategy
+    groups = strategy.gradient_aggregation_group
+    if strategy.dp == 1:
+        key = f"strategy.gradient_aggregation_group = {groups}"
+        return f"{key}: without data parallelism there is nothing to group" if groups else ""
+    if strategy.dp_shard > 1:
+        units = min(groups or max(strategy.stages), max(strategy.stages))
+        how = f"reduced in {units} unit{'s' if units > 1 else ''} of blocks a stage"
+        return f"{how}, over {strategy.dp} data ranks"
+    buckets = f"{groups} bucket{'s' if groups > 1 else ''}" if groups else "buckets of 25 MiB"
+    return f"summed over {strategy.dp} replicas in {buckets}, while the backward pass runs"
 
 
 def _rank_table(plan: Plan) -> Table:

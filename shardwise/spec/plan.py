@@ -46,6 +46,10 @@ class Plan:
         if len(stages) != pp or sum(stages) != self.model.num_blocks or min(stages) < 1:
             rule = f"must be {pp} numbers above 0 that sum to the model's {self.model.num_blocks} blocks"
             raise PlanError(f"plan with stages {list(stages)}", rule, "Make the plan again")
+        groups = self.strategy.gradient_aggregation_group
+        if groups is not None and groups < 1:
+            value = f"plan with gradient_aggregation_group = {groups}"
+            raise PlanError(value, "must be above 0 or null", "Make the plan again")
         unit = self.strategy.dp * self.strategy.micro_batch_size
         if rows < 1 or rows % unit:
             rule = f"must be a multiple of {unit} (data ranks x rows of a micro-batch)"

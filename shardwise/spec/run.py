@@ -95,6 +95,7 @@ class StrategyConfig(_Section):
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     virtual_stages: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
+    gradient_aggregation_group: PositiveInt | None = None
     recompute: Literal["none", "selective", "full"] | NonNegativeInt = "none"
     stages: tuple[PositiveInt, ...] | None = None
     plan: str | None = None

@@ -20,7 +20,8 @@ class Strategy:
 
     ``stages`` holds the number of blocks of each pipeline stage (sum: all blocks of the model);
     ``recompute`` the number of blocks of each stage, from its first, whose activations are
-    recomputed in the backward pass (-1: all).
+    recomputed in the backward pass (-1: all). ``gradient_aggregation_group`` is the number of buckets in
+    which gradients are summed over the data ranks (None: a block each with dp_shard, else 25 MiB each).
     """
 
     pp: int = 1
@@ -32,6 +33,7 @@ class Strategy:
     micro_batch_size: int = 1
     recompute: int = 0
     stages: tuple[int, ...] = ()
+    gradient_aggregation_group: int | None = None
 
     @property
     def dp(self) -> int:
@@ -100,6 +102,7 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
         micro_batch_size=micro_batch_size,
         recompute=_recompute(given.recompute, stages),
         stages=stages,
+        gradient_aggregation_group=given.gradient_aggregation_group,
     )
     return strategy, rows
 

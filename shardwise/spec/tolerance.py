@@ -15,6 +15,8 @@ FP32_GRADIENT = 1e-5  # every gathered gradient of step 1
 SGD_WEIGHTS = 1e-5  # final weights
 ADAMW_WEIGHTS = 1e-4  # AdamW divides by the gradient's own size, so rounding weighs more
 
+BF16_LOSS = 2e-3  # bf16 with fp32 masters: 20 steps, against one process in the same precision
+
 FLOAT64_GRADIENT = 1e-9  # the sharp test: rounding is gone, mistakes are not
 FLOAT64_LOSS = 1e-9
 

@@ -16,7 +16,7 @@ SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 class Optimizer:
     """AdamW or SGD over the local values of ``shards``.
 
-    Plain tensors that share the parameters' storage are stepped, since DTensors and plain tensors may not
+    Plain tensors that share the storage of parameters or masters are stepped, since DTensors and plain tensors may not
     be mixed in one fused step. All state exists from the start (zeros), so that memory is known before the
     first step and a checkpoint fits in place.
     """
@@ -43,6 +43,8 @@ class Optimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
+        # Torch's fused steps leave the version counters as they are; masters are followed by them.
+        torch.autograd.graph.increment_version(self._values)
         for value in self._values:
             value.grad = None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from shardwise.checkpoint.hf import load_slices, stored_dtype
 from shardwise.data.loader import Loader, LoaderSettings
@@ -23,6 +23,8 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
         The model, and the plan with its sharding table filled in.
     """
     folder = Path(run.model)
-    hf_model = build_on_meta(folder, run.attn_implementation)
+    hf_model = build_on_meta(folder, run.attn_implementation, DTYPES[run.train.precision or "fp32"])
     shapes = {name: tuple(parameter.shape) for name, parameter in hf_model.named_parameters()}
     aliases = [name for name, _ in hf_model.named_parameters(remove_duplicate=False) if name not in shapes]
     random = run.model_init == "random"
@@ -51,8 +53,15 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
         fill_random(model.shards, dists, run.train.seed)
     else:
         load_slices(folder, model.shards, shapes, aliases)
-    dtype = (None if random else stored_dtype(folder)) or hf_model.config.dtype or torch.float32
+    dtype = (None if random else stored_dtype(folder)) or declared_dtype(folder)
     return LoadedModel(model, shapes, dtype), replace(plan, table=table.to_json())
+
+
+def declared_dtype(folder: Path) -> torch.dtype:
+    """The dtype that a folder's ``config.json`` names; fp32 where it names none."""
+    declared = AutoConfig.from_pretrained(folder).dtype
+    dtype = getattr(torch, declared) if isinstance(declared, str) else declared
+    return dtype or torch.float32
 
 
 def seed_dropout(run: RunConfig, mesh: Mesh) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,28 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, before: str, after: s
     losses = saved[0][0] + resumed[0][0]
     want = reference(case("one")).losses
     assert losses == pytest.approx(want, rel=tolerance.FP32_LOSS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2-pp2", "dp_shard3"), ("dp_shard3", "dp_replicate2"), ("one", "tp2-dp2")],
+)
+@pytest.mark.parametrize("then", [torch.bfloat16, torch.float32])
+def test_masters_are_what_a_bf16_run_saves(tmp_path: Path, before: str, after: str, then: torch.dtype) -> None:
+    """Bit by bit, with and without FSDP, and for a run that goes on in fp32."""
+    model = make_model(tmp_path / "model", "llama-tied")
+    size = 6 if "3" in before + after else 4
+    first = Case(model, strategy(**LAYOUTS[before]), ROWS[:6], size, STEPS, ADAMW, torch.bfloat16)
+    second = replace(first, strategy=strategy(**LAYOUTS[after]), dtype=then)
+    saved = run_distributed(_train, first.strategy.world_size, first, tmp_path / "checkpoints", False)
+    resumed = run_distributed(_train, second.strategy.world_size, second, tmp_path / "checkpoints", True)
+    was, now = _whole([part for _, part in saved]), _whole([part for _, part in resumed])
+    assert was.keys() == now.keys()
+    assert all(torch.equal(was[key], now[key]) for key in was)
+    assert any(not torch.equal(was[key], was[key].bfloat16().float()) for key in was), "no value needs fp32"
+    want = reference(replace(first, strategy=strategy())).losses
+    assert saved[0][0] + resumed[0][0] == pytest.approx(want, rel=tolerance.BF16_LOSS)
 
 
 def _tensor(values: torch.Tensor, shape: tuple[int, ...]) -> SlicedTensor:

@@ -123,7 +123,9 @@ def test_the_environment_overrides_the_device(tmp_path: Path, monkeypatch: pytes
 
 def test_all_local_devices_are_used_and_no_more(tmp_path: Path) -> None:
     _gpus(tmp_path, 4)
-    _, plan = _prepare(tmp_path, "tp=2")
+    run, plan = _prepare(tmp_path, "tp=2")
+    assert run.train.precision == "bf16"
+    assert _prepare(tmp_path, "tp=2", "train.precision=fp32")[0].train.precision == "fp32"
     assert (plan.devices, plan.strategy.tp, plan.strategy.dp_shard, plan.device_type) == (4, 2, 2, "cuda")
     with pytest.raises(ConfigError, match=r"devices = 8.*4 cuda devices.*devices=4"):
         _prepare(tmp_path, "devices=8")

@@ -122,9 +122,15 @@ def reference(case: Case) -> Outcome:
         model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype).train()
         train = case.train
         optimizer: torch.optim.Optimizer
+        # In bf16 what is stepped are fp32 copies; elsewhere the parameters themselves.
+        low = case.dtype is torch.bfloat16
+        masters = dict(model.named_parameters())
+        if low:
+            stored = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32)
+            masters = {n: p.detach() for n, p in stored.named_parameters()}
         groups = [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in masters.values() if p.dim() == 1], "weight_decay": 0.0},
         ]
         if train.optimizer == "sgd":
             optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum, foreach=False)
@@ -138,12 +144,17 @@ def reference(case: Case) -> Outcome:
         if case.drop_last and len(per_epoch[-1]) < case.global_batch_size:
             per_epoch.pop()
         for step in range(case.steps):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(masters[name])
             logits, targets = _forward(model, per_epoch[step % len(per_epoch)])
             loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
             loss.backward()
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+            for name, parameter in model.named_parameters() if low else []:
+                masters[name].grad, parameter.grad = parameter.grad.float(), None
+            gradients = {n: p.grad.clone() for n, p in masters.items()}
             max_norm = train.max_grad_norm or float("inf")
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), max_norm, foreach=False)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(train, step, case.steps)
             optimizer.step()
@@ -152,7 +163,7 @@ def reference(case: Case) -> Outcome:
             out.norms.append(norm.item())
             if step == 0:
                 out.gradients = gradients
-        out.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        out.weights = {n: p.detach().clone() for n, p in masters.items()}
         if case.eval_batch_size:
             with torch.no_grad():
                 parts = [_forward(model.eval(), [row]) for row in case.rows]
@@ -172,6 +183,8 @@ def _forward(model: Any, rows: Sequence[dict[str, list[int]]]) -> tuple[torch.Te
         mask[place, :size] = 1
         targets[place, : size - 1] = torch.tensor(row.get("labels", row["input_ids"])[1:])
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    if logits.dtype is torch.bfloat16:  # the loss is taken in fp32
+        logits = logits.float()
     return logits.flatten(0, 1), targets.flatten()
 
 

@@ -15,7 +15,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwise.spec.tolerance import EXPORT_LOGITS, FP32_LOSS
+from shardwise.spec.run import TrainConfig
+from shardwise.spec.tolerance import BF16_LOSS, EXPORT_LOGITS, FP32_LOSS
 from tests.fixtures import make_model, make_rows
 from tests.launch.jobs import Job, command
 from tests.parallel.harness import SGD, Case, reference, strategy
@@ -145,6 +146,39 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(inputs: Path, tmp_p
     same = ("epoch", "loss", "grad_norm", "lr", "num_tokens", "num_rows")
     assert [[line[key] for key in same] for line in lines] == [[line[key] for key in same] for line in expected]
     assert _weights(job.output_dir) == _weights(reference_job.output_dir)
+
+
+def test_64_a_bf16_run_exports_the_dtype_of_its_input(inputs: Path, tmp_path: Path) -> None:
+    """TorchSpec PR 39, AReaL PR 1369: neither masters in the export, nor a config that says something else."""
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16).save_pretrained(folder)
+    train = {"global_batch_size": 4, "max_steps": STEPS, "precision": "bf16"}
+    config = _configure(inputs, tmp_path / "out", train, data={"shuffle": False}, model=str(folder))
+    with _shardwise(config) as job:
+        assert job.wait() == 0, job.stderr
+    before, after = folder / "model.safetensors", job.output_dir / "export" / "model.safetensors"
+    assert {tensor.dtype for tensor in load_file(after).values()} == {torch.bfloat16}
+    assert json.loads((after.parent / "config.json").read_text())["dtype"] == "bfloat16"
+    assert after.stat().st_size == pytest.approx(before.stat().st_size, rel=0.01)
+    assert "bf16 with fp32 masters" in job.stderr
+    rows = tuple(make_rows())
+    adamw = TrainConfig(optimizer="adamw", learning_rate=5e-5)
+    want = reference(Case(folder, strategy(), rows, 4, STEPS, adamw, torch.bfloat16))
+    losses = [line["loss"] for line in _metrics(job.output_dir) if line["kind"] == "train"]
+    assert losses == pytest.approx(want.losses, rel=BF16_LOSS)
+
+
+def test_64_random_weights_are_exported_as_config_json_says(inputs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((inputs / "model" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    train = {"global_batch_size": 4, "max_steps": 1}
+    path = _configure(inputs, tmp_path / "out", train, model=str(folder), model_init="random")
+    with _shardwise(path) as job:
+        assert job.wait() == 0, job.stderr
+    exported = load_file(job.output_dir / "export" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
 
 def _weights(output_dir: Path) -> dict[str, list[Any]]:
