@@ -15,9 +15,7 @@ def owned_squared_norm(shards: Iterable[Shard]) -> torch.Tensor:
     The sum over all ranks is the squared norm of the whole gradient: replicated, tied and sharded
     elements have exactly one owner (:class:`shardwise.spec.layout.ParamLayout`).
     """
-    gradients = [
-        shard.grad for shard in shards if shard.layout.owned and shard.grad is not None and shard.grad.numel()
-    ]
+    gradients = [shard.grad for shard in shards if shard.layout.owned and shard.grad is not None and shard.grad.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     # Each tensor's norm in its own precision, their sum in float64: a float64 copy of every gradient costs
