@@ -88,8 +88,12 @@ def reference(case: LoraCase) -> Outcome:
         if train.optimizer == "sgd":
             optimizer = torch.optim.SGD(parameters, lr=0.0, foreach=False)
         else:
-            betas, decay = (train.adam_beta1, train.adam_beta2), train.weight_decay
-            optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=decay, foreach=False)
+            groups = [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
+                {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+            ]
+            betas = (train.adam_beta1, train.adam_beta2)
+            optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, foreach=False)
         out = Outcome([], [], {}, {})
         size = case.global_batch_size
         batches = [case.rows[i : i + size] for i in range(0, len(case.rows), size)]
