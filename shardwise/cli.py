@@ -13,6 +13,8 @@ from rich.console import Console
 
 from shardwise.errors import ShardwiseError
 
+EXIT_DIFFERENT = 4  # a comparison that was asked for found a difference
+
 app = typer.Typer(
     name="shardwise",
     help="Automatic model-parallel training of Hugging Face language models.",
@@ -54,6 +56,30 @@ def generate(
         print(f"> {prompt}\n{text}")
 
 
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="output folder of a LoRA run, or an adapter folder")],
+    out: Annotated[Path, typer.Argument(help="folder for the merged model; not there yet, or empty")],
+    merge: Annotated[bool, typer.Option("--merge", help="fold the adapter into its base model")] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="base model, where the one that the adapter names has moved")
+    ] = None,
+) -> None:
+    """Write a Hugging Face folder from a LoRA run: its base model with the adapter merged in."""
+    from shardwise.config import NOT_AVAILABLE
+    from shardwise.errors import ConfigError
+
+    if not merge:
+        raise ConfigError("export without --merge", NOT_AVAILABLE, "Add --merge to fold an adapter into its base model")
+    from shardwise.checkpoint.merge import merge as write_merged
+
+    comparison = write_merged(source, out, base)
+    print(comparison, file=sys.stderr, flush=True)
+    print(out, flush=True)
+    if not comparison.agrees:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
     from shardwise.config import apply_overrides, load_yaml
 
@@ -78,6 +104,7 @@ def _with_option(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 def _train(tree: dict[str, Any]) -> int:
     """Resolve, say what will run, launch, and say what came of it."""
     from shardwise.launch.agent import launch
+    from shardwise.launch.forkserver import PRELOAD_MORE
     from shardwise.launch.resolve import RESULTS, prepare
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
@@ -92,10 +119,10 @@ def _train(tree: dict[str, Any]) -> int:
     plan.save(output_dir / "plan.json")
     console = Console(stderr=True)
     show_plan(run, plan, console)
-    code = launch(output_dir, plan.devices)
+    code = launch(output_dir, plan.devices, env={PRELOAD_MORE: "peft"} if run.lora else None)
     export = output_dir / "export"
     if code == 0 and run.save.export:
-        print("exported model:", file=sys.stderr, flush=True)
+        print("exported adapter:" if run.lora else "exported model:", file=sys.stderr, flush=True)
         print(export, flush=True)
         show_answers(run, plan, export, console)
     return code

@@ -25,6 +25,7 @@ from shardwise.spec import rules
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig, RunConfig
 from tests.fixtures import make_model, make_rows
+from tests.parallel.lora_harness import make_adapter
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
@@ -152,6 +153,16 @@ def answers(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert result.output.startswith(f"> {prompt}\n")
 
 
+def merges(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, source, out = shlex.split(command)
+    make_adapter(workspace / "DIR", workspace / source / "export", LoraConfig(r=2))
+    result = CliRunner().invoke(cli.app, shlex.split(command)[1:], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout == f"{out}\n"
+    assert "difference of logits" in result.stderr
+    assert (workspace / out / "model.safetensors").is_file()
+
+
 def recipe(target: str) -> str:
     """What make would run, with nothing built yet."""
     # VIRTUAL_ENV names a folder that is not there, so that every step is listed.
@@ -197,6 +208,8 @@ COMMANDS: dict[str, Check] = {
     "shardwise train examples/pipeline_data.yaml": is_valid_run,
     "shardwise train --help": shows_help,
     GENERATE: answers,
+    f"{OWN_RUN} use_lora=true": is_valid_run,
+    "shardwise export --merge output merged": merges,
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,17 +58,23 @@ def export_model(
         dtype: dtype of the tensors in the files.
     """
     files = _assign_files(shapes, dtype)
+
+    def write(draft: Path) -> None:
+        if dist.get_rank() == 0:
+            copy_companions(source, draft)
+        write_files(draft, files, shapes, [(shard.layout.name, shard) for shard in shards], dtype)
+
+    write_whole(folder, write)
+
+
+def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let all ranks ``write`` into a draft beside ``folder``, which then takes its place in one move."""
     draft = folder.with_name(f".{folder.name}.draft")
     if dist.get_rank() == 0:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        copy_companions(source, draft)
-        _write_headers(draft, files, shapes, dtype)
     dist.barrier()
-    places = _places(files, shapes, dtype)
-    for shard in shards:
-        if shard.layout.owned and shard.data.numel():
-            _write_slice(draft, places[shard.layout.name], shard, dtype)
+    write(draft)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -76,9 +82,32 @@ def export_model(
     dist.barrier()
 
 
-def copy_companions(source: Path, folder: Path) -> None:
+def write_files(
+    folder: Path,
+    files: Mapping[str, list[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    named: Iterable[tuple[str, Shard]],
+    dtype: torch.dtype,
+) -> None:
+    """Write safetensors files into ``folder``, from all ranks together.
+
+    Args:
+        files: file name -> its tensors.
+        named: name in the file and the slice of it that this rank holds; only owners write.
+    """
+    if dist.get_rank() == 0:
+        _write_headers(folder, files, shapes, dtype)
+    dist.barrier()
+    places = _places(files, shapes, dtype)
+    for name, shard in named:
+        if shard.layout.owned and shard.data.numel():
+            _write_slice(folder, places[name], shard, dtype)
+    dist.barrier()
+
+
+def copy_companions(source: Path, folder: Path, names: Sequence[str] = COMPANIONS) -> None:
     """Copy configuration, tokenizer and chat template files, those that there are."""
-    for name in COMPANIONS:
+    for name in names:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
 

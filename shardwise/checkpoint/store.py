@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, SlicedTensor], state: Mapping[str, Any], source: Path
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, SlicedTensor],
+    state: Mapping[str, Any],
+    source: Path,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint from all ranks together; on return it is complete under its name.
 
     Args:
         source: the model folder; its configuration and tokenizer are copied in, so that a checkpoint says
             by itself which model it is of.
+        write_more: called by all ranks with the folder before it gets its name; writes what else belongs in it.
 
     Raises:
         CheckpointError: it could not be written. What was there before is untouched.
@@ -101,6 +107,8 @@ def save_checkpoint(
     except dcp.api.CheckpointException as error:
         first = next(iter(error.failures.values()), error)
         raise CheckpointError(str(draft), f"the checkpoint of step {step} could not be written ({first})") from error
+    if write_more is not None:
+        write_more(draft)
     if dist.get_rank() == 0:
         (draft / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n", encoding="utf-8")
         if final.exists():  # the same step again, after a resume from an older one

@@ -17,6 +17,7 @@ from typing import Any
 
 PRELOAD = "shardwise.launch.preload"
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"  # environment variable of the fork server and its workers
+PRELOAD_MORE = "SHARDWISE_PRELOAD"  # environment variable: further modules that this job needs, with commas between
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 from contextlib import suppress
 
-from shardwise.launch.forkserver import LAUNCHER_PID
+from shardwise.launch.forkserver import LAUNCHER_PID, PRELOAD_MORE
 from shardwise.launch.lifeline import die_with_parent
 
 SERVER_PID = os.getpid()
@@ -37,7 +37,8 @@ TRAINER = "shardwise.train.worker"  # preloaded to save time only: a worker that
 
 def _import_all() -> str | None:
     """Import everything; the first failure as text. The worker reports it: the fork server would swallow it."""
-    for name in MODULES:
+    more = [name for name in os.environ.get(PRELOAD_MORE, "").split(",") if name]
+    for name in (*MODULES, *more):
         try:
             importlib.import_module(name)
         except Exception as error:

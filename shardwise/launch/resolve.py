@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.spec.model import check_weights, find_model, read_model
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig
+from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.spec.strategy import Strategy, resolve
 
 # What a run writes into its folder; `overwrite` removes these and nothing else.
@@ -181,12 +181,15 @@ def _count_cuda() -> int:
 def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy, rows: int) -> RunConfig:
     """The run with every default filled in; ``dp`` gives way to the two axes that it stands for."""
     train, given = run.train, run.strategy
+    lora = run.lora or (LoraConfig() if run.use_lora else None)
     epochs = train.epochs or (None if train.max_steps else _DEFAULT_EPOCHS)
     return run.model_copy(
         update={
             "model": str(folder),
             "device": device,
             "devices": strategy.world_size,
+            "lora": lora,
+            "use_lora": lora is not None,
             "data": run.data.model_copy(update={"seed": train.seed if run.data.seed is None else run.data.seed}),
             "train": train.model_copy(
                 update={

@@ -10,19 +10,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from shardwise.errors import ConfigError
+from shardwise.models.adapter_folder import base_folder, is_adapter_folder, load_with_adapter
 
 
 def generate(folder: Path, prompts: Sequence[str], max_new_tokens: int = 64) -> list[str]:
     """Greedy answers to ``prompts``; through the chat template where the tokenizer has one.
 
+    Args:
+        folder: a model, or an adapter in PEFT's format beside the base model that it names.
+
     Raises:
-        ConfigError: the folder holds no model.
+        ConfigError: the folder holds no model and no adapter.
     """
-    if not (folder / "config.json").exists():
+    is_adapter = is_adapter_folder(folder)
+    if not is_adapter and not (folder / "config.json").exists():
         raise ConfigError(str(folder), "not a Hugging Face model folder (no config.json)", "Give a run's export folder")
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if is_adapter:
+        base = base_folder(folder)
+        model = load_with_adapter(folder, base)
+        # The base model's configuration tells transformers which class of tokenizer the files are for.
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=model.base_model.model.config)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
         if tokenizer.chat_template:

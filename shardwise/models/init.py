@@ -27,11 +27,15 @@ ROWS_PER_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Distribution:
-    """``normal(mean, std)`` or a constant; ``zero_row`` is the padding row of an embedding."""
+    """``normal(mean, std)``, ``uniform(mean - bound, mean + bound)`` or a constant.
+
+    ``zero_row`` is the padding row of an embedding.
+    """
 
     mean: float
     std: float
     zero_row: int | None = None
+    bound: float = 0.0
 
 
 def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
@@ -92,18 +96,25 @@ def draw(shape: tuple[int, ...], rows: tuple[int, int], name: str, seed: int, di
     """Rows ``rows`` (half-open, of dim 0) of the parameter ``name``, float32 [rows, *shape[1:]]."""
     start, stop = rows
     out = np.full((stop - start, *shape[1:]), dist.mean, dtype=np.float32)
-    if dist.std != 0.0:
+    if dist.std != 0.0 or dist.bound != 0.0:
         for chunk in range(start // ROWS_PER_CHUNK, -(-stop // ROWS_PER_CHUNK)):
             first = chunk * ROWS_PER_CHUNK
             last = min(first + ROWS_PER_CHUNK, shape[0])
             key = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()[:16]
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-            values = generator.standard_normal((last - first, *shape[1:]), dtype=np.float32)
+            values = _values(generator, (last - first, *shape[1:]), dist)
             low, high = max(start, first), min(stop, last)
-            out[low - start : high - start] += values[low - first : high - first] * np.float32(dist.std)
+            out[low - start : high - start] += values[low - first : high - first]
     if dist.zero_row is not None and start <= dist.zero_row % shape[0] < stop:
         out[dist.zero_row % shape[0] - start] = 0.0
     return out
+
+
+def _values(generator: np.random.Generator, shape: tuple[int, ...], dist: Distribution) -> np.ndarray:
+    """Float32 values around 0."""
+    if dist.bound != 0.0:
+        return (generator.random(shape, dtype=np.float32) * 2 - 1) * np.float32(dist.bound)
+    return generator.standard_normal(shape, dtype=np.float32) * np.float32(dist.std)
 
 
 @torch.no_grad()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from shardwise.models.build import materialise, recompute_buffers
+from shardwise.models.lora import Adapters, inject
 from shardwise.models.sharding import ShardingTable, published_table
 from shardwise.models.structure import find_structure
+from shardwise.parallel.dropout import DropoutStreams, install_dropout
 from shardwise.parallel.fsdp import apply_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
@@ -16,12 +18,18 @@ from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import apply_tensor
 
 
-def parallelize(model: PreTrainedModel, mesh: Mesh) -> tuple[ParallelModel, ShardingTable]:
+def parallelize(
+    model: PreTrainedModel, mesh: Mesh, adapters: Adapters | None = None, seed: int = 0
+) -> tuple[ParallelModel, ShardingTable]:
     """Split a model that is on the meta device; every step is a no-op at degree 1.
 
     The order matters: adapters and cuts change modules, so they come before the split of weights;
     recomputation wraps blocks inside of what FSDP hooks around them; memory is taken last, for this
     rank's slices alone.
+
+    Args:
+        adapters: what is added to the model and trained in its place, None to train all of it.
+        seed: of dropout.
 
     Returns:
         The parallel model with uninitialised weights (buffers are filled) and the sharding table used.
@@ -32,9 +40,12 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> tuple[ParallelModel, Shar
     strategy, compute_dtype = mesh.strategy, model.dtype
     structure = find_structure(model)
     table = published_table(model, structure, strategy.tp)
+    inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)
     layouts = apply_tensor(model, table, mesh, layouts)
-    apply_recompute(stage.blocks, strategy.recompute)
+    stage.dropout = DropoutStreams(seed, mesh)
+    install_dropout(model, table, mesh, stage.dropout)
+    apply_recompute(stage.blocks, strategy.recompute, stage.dropout)
     set_stored_dtypes(model, compute_dtype, mesh)
     layouts = apply_fsdp(stage, stage.blocks, mesh, layouts, compute_dtype)
     materialise(stage, mesh.device)

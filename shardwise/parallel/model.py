@@ -53,6 +53,11 @@ class ParallelModel:
             else None
         )
 
+    def begin_step(self, step: int) -> None:
+        """Dropout of the passes that follow is that of optimizer step ``step``."""
+        if self.stage.dropout is not None:
+            self.stage.dropout.begin_step(step)
+
     def forward_backward(
         self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> float:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
+from shardwise.parallel.dropout import DropoutStreams
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout
 from shardwise.spec.strategy import Strategy
@@ -53,8 +55,11 @@ class Stage(nn.Module):
         self.model = model
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
         self.is_first = is_first
+        self.dropout: DropoutStreams | None = None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.dropout is not None and self.training:
+            self.dropout.next_micro_batch()
         key = "input_ids" if self.is_first else "inputs_embeds"
         # Always positions and never a cache: only so are masks right for every attention implementation.
         output = self.model(**{key: x}, position_ids=position_ids, use_cache=False)
@@ -105,14 +110,16 @@ def _pass_through(model: nn.Module, name: str) -> None:
 def _whole_layouts(model: nn.Module, structure: Structure, mesh: Mesh) -> dict[str, ParamLayout]:
     owned = mesh.coordinate("dp_replicate") == 0
     layouts = {
-        name: ParamLayout(name, tuple(parameter.shape), owned=owned) for name, parameter in model.named_parameters()
+        name: ParamLayout(plain_name(name), tuple(parameter.shape), owned=owned)
+        for name, parameter in model.named_parameters()
     }
     if structure.tied and mesh.size("pp") > 1:
         embedding, head = f"{structure.embedding}.weight", f"{structure.head}.weight"
+        names = {layout.name: name for name, layout in layouts.items()}
         if mesh.is_first_stage:
-            layouts[embedding] = replace(layouts[embedding], has_copy=True)
+            layouts[names[embedding]] = replace(layouts[names[embedding]], has_copy=True)
         if mesh.is_last_stage:
-            layouts[head] = replace(layouts[head], tied_to=embedding, owned=False)
+            layouts[names[head]] = replace(layouts[names[head]], tied_to=embedding, owned=False)
     return layouts
 
 

@@ -17,7 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
+from shardwise.models.lora import has_adapter
 from shardwise.models.sharding import ShardingTable, Style
+from shardwise.parallel.adapter import LowRank, add_low_rank, low_rank, pieces
 from shardwise.parallel.collectives import sum_backward, sum_forward
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout, chunk_range
@@ -92,7 +94,8 @@ def apply_tensor(
     modules = {
         name: module
         for name, module in model.named_modules()
-        if name in table.styles and any(True for _ in module.parameters(recurse=False))  # not on another stage
+        # A module of another stage is a pass-through without parameters.
+        if name in table.styles and (has_adapter(module) or any(True for _ in module.parameters(recurse=False)))
     }
     layouts = _split_parameters(model, modules, table, context, layouts)
     for parent, siblings in _by_parent(modules).items():
@@ -118,11 +121,12 @@ def _split_parameters(
     cut: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     split: dict[str, ParamLayout] = {}
-    for module_name, module in modules.items():
+    parts = [part for name, module in modules.items() for part in pieces(module, table.styles[name])]
+    for module, style in parts:
         for short, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in cut:
                 name = names[id(parameter)]
-                split[name] = _layout(layouts[name], table.styles[module_name], context)
+                split[name] = _layout(layouts[name], style, context)
                 cut[id(parameter)] = _cut(parameter, split[name])
             module._parameters[short] = cut[id(parameter)]
     merged = layouts | split
@@ -158,54 +162,71 @@ def _set_forward(name: str, module: nn.Module, style: Style, context: _Context, 
     if style is Style.PARTIAL:
         return  # computes as it is; only its gradient is summed
     expected: type[nn.Module] = nn.Embedding if style is Style.VOCAB_EMBEDDING else nn.Linear
-    if type(module) is not expected:
+    base = module.base_layer if has_adapter(module) else module
+    if type(base) is not expected:
         raise PlanError(
-            f"strategy.tp = {context.degree}", f"{name} is a {type(module).__name__}, not a {expected.__name__}", "tp=1"
+            f"strategy.tp = {context.degree}", f"{name} is a {type(base).__name__}, not a {expected.__name__}", "tp=1"
         )
+    if style is Style.VOCAB_EMBEDDING:
+        module.forward = _embedding_forward(base, context)  # type: ignore[method-assign]
+        return
+    layer = _Layer(base, low_rank(module, context.kv_rows(base) if style is Style.KV_SLICE else slice(None)))
     module.forward = {  # type: ignore[method-assign]
         Style.COLUMN: _column_forward,
         Style.VOCAB_HEAD: _head_forward,
         Style.ROW: _row_forward,
         Style.KV_SLICE: _kv_slice_forward,
-        Style.VOCAB_EMBEDDING: _embedding_forward,
-    }[style](module, context, shared)
+    }[style](layer, context, shared)
 
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _column_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+@dataclass(frozen=True)
+class _Layer:
+    """A linear module with its local weight, and the low-rank path of its adapter, None without one."""
+
+    module: nn.Linear
+    path: LowRank | None
+
+
+def _column_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.linear(shared(x), module.weight, module.bias)
+        x = shared(x)
+        return add_low_rank(F.linear(x, layer.module.weight, layer.module.bias), x, layer.path)
 
     return forward
 
 
-def _head_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+def _head_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.linear(sum_backward(x, context.group), module.weight, module.bias)
+        x = sum_backward(x, context.group)
+        return add_low_rank(F.linear(x, layer.module.weight, layer.module.bias), x, layer.path)
 
     return forward
 
 
-def _row_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
+def _row_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = sum_forward(F.linear(x, module.weight), context.group)
-        return out if module.bias is None else out + module.bias  # once, not once a rank
+        # The adapter's share joins before the sum: one all-reduce for both.
+        out = sum_forward(add_low_rank(F.linear(x, layer.module.weight), x, layer.path), context.group)
+        return out if layer.module.bias is None else out + layer.module.bias  # once, not once a rank
 
     return forward
 
 
-def _kv_slice_forward(module: nn.Linear, context: _Context, shared: SharedInput) -> Forward:
-    rows = context.kv_rows(module)
+def _kv_slice_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
+    rows = context.kv_rows(layer.module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.linear(shared(x), module.weight[rows], None if module.bias is None else module.bias[rows])
+        x, bias = shared(x), layer.module.bias
+        out = F.linear(x, layer.module.weight[rows], None if bias is None else bias[rows])
+        return add_low_rank(out, x, layer.path)
 
     return forward
 
 
-def _embedding_forward(module: nn.Embedding, context: _Context, shared: SharedInput) -> Forward:
+def _embedding_forward(module: nn.Embedding, context: _Context) -> Forward:
     start, stop = chunk_range(module.num_embeddings, context.degree, context.rank)
     padding = module.padding_idx
     local_padding = padding - start if padding is not None and start <= padding < stop else None

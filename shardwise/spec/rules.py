@@ -6,6 +6,7 @@ works. Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,6 @@ DATA_FORMATS = ("auto", "tokens", "messages")
 
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "lora": (None,),
-    "use_lora": (False,),
     "trust_remote_code": (False,),
     "data.format": DATA_FORMATS,
     "data.packing": (False,),
@@ -61,6 +60,7 @@ def parse_run(tree: dict[str, Any]) -> RunConfig:
         raise _config_error(error.errors(include_url=False)) from None
     for check in (_check_available, _check_batch, _check_length, _check_optimizer, _check_save, _check_eval):
         check(run)
+    _check_lora(run)
     return run
 
 
@@ -271,3 +271,32 @@ def _check_eval(run: RunConfig) -> None:
         "needs rows to evaluate",
         "Give data.eval=FILE, or eval.strategy=no",
     )
+
+
+def _check_lora(run: RunConfig) -> None:
+    _refuse(
+        run.use_lora or run.lora is None or "use_lora" not in run.model_fields_set,
+        f"use_lora = false with lora = {run.lora.model_dump(exclude_unset=True) if run.lora else None}",
+        "contradict each other",
+        "Leave out one of the two",
+    )
+    lora = run.lora
+    if lora is None:
+        return
+    _refuse(lora.alpha != 0, "lora.alpha = 0", "multiplies all that the adapter learns by 0", "Use lora.alpha: 16")
+    targets = lora.target_modules
+    _refuse(
+        targets is None or len(targets) > 0,
+        f"lora.target_modules = {targets!r}",
+        "names no module",
+        "Name linear layers, such as [q_proj, v_proj], or leave it out for all of them",
+    )
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            rule = f"is no regular expression ({error})"
+            raise ConfigError(f"lora.target_modules = {targets!r}", rule, "Write a list: [q_proj, v_proj]") from None
+    for key, names in (("target_modules", targets), ("modules_to_save", lora.modules_to_save)):
+        empty = not isinstance(names, str) and "" in (names or ())
+        _refuse(not empty, f"lora.{key} = {names!r}", "holds an empty name", "Name modules, such as [q_proj, v_proj]")

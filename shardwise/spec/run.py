@@ -102,7 +102,11 @@ class StrategyConfig(_Section):
 
 
 class LoraConfig(_Section):
-    """Low-rank adapters (not available in this version)."""
+    """Low-rank adapters: their sizes, where they go, and what is trained whole beside them.
+
+    ``target_modules``: names (or ends of names) of linear layers, a text that is a regular expression for
+    whole names, ``all-linear``; None means that too: all linear layers but the head.
+    """
 
     r: PositiveInt = 8
     alpha: float = 16.0

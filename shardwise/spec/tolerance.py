@@ -21,6 +21,7 @@ FLOAT64_GRADIENT = 1e-9  # the sharp test: rounding is gone, mistakes are not
 FLOAT64_LOSS = 1e-9
 
 EXPORT_LOGITS = 1e-5  # largest difference of logits between the live model and its export
+MERGED_ROUNDING = 8  # the same after weights are rounded to bf16 or fp16 files, in units of the dtype's epsilon
 
 
 def relative_error(difference_norm: float, reference_norm: float, gradient_norm: float = 0.0) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardwise.checkpoint.store import (
 )
 from shardwise.data.batch import LoaderState
 from shardwise.errors import CheckpointError
+from shardwise.models.lora import Adapters
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.run import RunConfig
 from shardwise.train.optim import Optimizer
@@ -45,21 +47,38 @@ class RunIdentity:
     model: str
     optimizer: str
     data: str
+    lora: str = "none"
 
     def check(self, saved: dict[str, str], checkpoint: Path) -> None:
         """Refuse a checkpoint of another run, by the name of what differs."""
         for name, value in asdict(self).items():
-            if saved.get(name) != value:
+            before = saved.get(name, type(self).__dataclass_fields__[name].default)
+            if before != value:
                 raise CheckpointError(
                     f"resume from {checkpoint}",
-                    f"its {name} is {saved.get(name)}, that of this run {value}",
+                    f"its {name} is {before}, that of this run {value}",
                     f"Resume with the same {name}, or start anew with resume=no in another output_dir",
                 )
 
 
+def lora_fingerprint(run: RunConfig, adapters: Adapters | None) -> str:
+    """What of a run's adapters must stay the same: sizes, scale and places, and for a random base its seed."""
+    if adapters is None:
+        return "none"
+    config, places = adapters.config, "\n".join((*adapters.targets, *adapters.saved))
+    modules = f"{len(adapters.targets)} modules and {len(adapters.saved)} whole"
+    base = f", random base of seed {run.train.seed}" if run.model_init == "random" else ""
+    digest = hashlib.sha256(places.encode()).hexdigest()[:8]
+    return f"r {config.r}, alpha {config.lora_alpha:g} on {modules} ({digest}){base}"
+
+
 def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, SlicedTensor]:
-    """Weights and optimizer state by parameter name, as slices that share the live storage."""
-    tensors = tensor_state([(shard.layout, shard.data) for shard in model.shards], "model")
+    """Trained weights and optimizer state by parameter name, as slices that share the live storage.
+
+    What is frozen is not saved: it is read again from the model folder.
+    """
+    trained = [(shard.layout, shard.data) for shard in model.shards if shard.parameter.requires_grad]
+    tensors = tensor_state(trained, "model")
     for slot in optimizer.slots:
         tensors |= tensor_state([(s.layout, value) for s, value in optimizer.state(slot)], f"optimizer.{slot}")
     return tensors

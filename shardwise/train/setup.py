@@ -18,6 +18,7 @@ from shardwise.data.rows import Row, load_rows, row_hash
 from shardwise.errors import ShardwiseError
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import distributions, fill_random
+from shardwise.models.lora import Adapters, find_adapters
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
@@ -29,11 +30,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A parallel model with its weights, and what an export needs to know of the whole model."""
+    """A parallel model with its weights, and what an export needs to know of the whole model.
+
+    ``shapes`` are those of the base model's parameters; ``adapters`` is None where all of it trains.
+    """
 
     model: ParallelModel
     shapes: dict[str, tuple[int, ...]]
     export_dtype: torch.dtype
+    adapters: Adapters | None = None
 
 
 def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Plan]:
@@ -48,13 +53,18 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
     aliases = [name for name, _ in hf_model.named_parameters(remove_duplicate=False) if name not in shapes]
     random = run.model_init == "random"
     dists = distributions(hf_model) if random else {}
-    model, table = parallelize(hf_model, mesh)
+    adapters = find_adapters(hf_model, run.lora) if run.lora is not None else None
+    model, table = parallelize(hf_model, mesh, adapters, run.train.seed)
+    base = [shard for shard in model.shards if shard.layout.source in shapes]
     if random:
-        fill_random(model.shards, dists, run.train.seed)
+        fill_random(base, dists, run.train.seed)
     else:
-        load_slices(folder, model.shards, shapes, aliases)
+        load_slices(folder, base, shapes, aliases)
+    if adapters is not None:
+        added = [shard for shard in model.shards if shard.layout.source not in shapes]
+        fill_random(added, adapters.distributions, run.train.seed)
     dtype = (None if random else stored_dtype(folder)) or declared_dtype(folder)
-    return LoadedModel(model, shapes, dtype), replace(plan, table=table.to_json())
+    return LoadedModel(model, shapes, dtype, adapters), replace(plan, table=table.to_json())
 
 
 def declared_dtype(folder: Path) -> torch.dtype:
@@ -64,14 +74,14 @@ def declared_dtype(folder: Path) -> torch.dtype:
     return dtype or torch.float32
 
 
-def seed_dropout(run: RunConfig, mesh: Mesh) -> None:
-    """Seed the default generator by data, tensor and pipeline rank.
+def check_adapters(run: RunConfig) -> None:
+    """Refuse adapters that do not fit the model; builds it on meta, so it costs no weights and little time.
 
-    Attention, the only place with dropout in the supported families, works on this rank's heads and rows,
-    so its masks have to differ between ranks.
+    Raises:
+        ConfigError: what :func:`shardwise.models.lora.find_adapters` refuses.
     """
-    place = f"{run.train.seed}/{mesh.data_rank}/{mesh.coordinate('tp')}/{mesh.coordinate('pp')}"
-    torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little") >> 1)
+    if run.lora is not None:
+        find_adapters(build_on_meta(Path(run.model), run.attn_implementation), run.lora)
 
 
 def read_rows(path: str, run: RunConfig, plan: Plan, say: Callable[[str], None]) -> list[Row]:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.export import export_model
+from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
+from shardwise.checkpoint.export import export_model, write_whole
 from shardwise.checkpoint.store import rotate, save_checkpoint
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
@@ -87,6 +88,7 @@ class Trainer:
         began = time.perf_counter()
         peaks = [0.0] * parts.context.world_size
         peaks[parts.context.rank] = float(parts.meter.peak_bytes())
+        parts.loaded.model.begin_step(self.state.step)
         result = train_step(
             parts.loaded.model,
             parts.optimizer,
@@ -168,7 +170,12 @@ class Trainer:
         }
         folder = self.folder / CHECKPOINTS
         path = save_checkpoint(
-            folder, self.state.step, all_tensors(parts.loaded.model, parts.optimizer), state, Path(parts.run.model)
+            folder,
+            self.state.step,
+            all_tensors(parts.loaded.model, parts.optimizer),
+            state,
+            Path(parts.run.model),
+            (lambda draft: self._write_adapter(draft / ADAPTER_FOLDER)) if parts.loaded.adapters else None,
         )
         if self.is_main:
             rotate(folder, parts.run.save.keep)
@@ -176,8 +183,16 @@ class Trainer:
             self.view.say(f"saved {path}")
 
     def export(self) -> None:
-        """Write the Hugging Face folder ``export``."""
+        """Write ``export``: a Hugging Face folder, or with adapters one in PEFT's format."""
         loaded = self.parts.loaded
+        if loaded.adapters is not None:
+            write_whole(self.folder / "export", self._write_adapter)
+            return
         export_model(
             Path(self.parts.run.model), self.folder / "export", loaded.shapes, loaded.model.shards, loaded.export_dtype
         )
+
+    def _write_adapter(self, folder: Path) -> None:
+        loaded = self.parts.loaded
+        assert loaded.adapters is not None
+        write_adapter(Path(self.parts.run.model), folder, loaded.adapters, loaded.model.shards)

@@ -16,8 +16,8 @@ from shardwise.spec.run import RunConfig
 from shardwise.train.context import WorkerContext
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
-from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, restore
-from shardwise.train.setup import data_fingerprint, load_model, make_loader, read_rows, seed_dropout
+from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, lora_fingerprint, restore
+from shardwise.train.setup import check_adapters, data_fingerprint, load_model, make_loader, read_rows
 from shardwise.train.status import update_status
 from shardwise.train.trainer import Trainer, TrainerParts
 
@@ -48,6 +48,7 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
         if context.terminal is not None:
             print(text, file=context.terminal, flush=True)
 
+    check_adapters(run)
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say)
     loader = make_loader(rows, run, plan, mesh)
@@ -55,8 +56,9 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
         say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
     eval_rows = read_rows(run.data.eval, run, plan, say) if run.data.eval else None
     meter = MemoryMeter(device)
-    seed_dropout(run, mesh)
     loaded, plan = load_model(run, plan, mesh)
+    if loaded.adapters is not None:
+        say(f"LoRA      {loaded.adapters}")
     if context.rank == 0:
         plan.save(context.output_dir / "plan.json")
     return TrainerParts(
@@ -66,7 +68,9 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
         optimizer=Optimizer(loaded.model.shards, run.train),
         loader=loader,
         eval_loader=make_loader(eval_rows, run, plan, mesh) if eval_rows is not None else None,
-        identity=RunIdentity(plan.model.hash, run.train.optimizer, data_fingerprint(rows)),
+        identity=RunIdentity(
+            plan.model.hash, run.train.optimizer, data_fingerprint(rows), lora_fingerprint(run, loaded.adapters)
+        ),
         meter=meter,
     )
 

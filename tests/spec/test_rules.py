@@ -25,8 +25,6 @@ def _message(*overrides: str, **tree: Any) -> str:
 
 # Every key of the contract whose feature is not built yet, with a value that asks for it.
 NOT_BUILT = [
-    "lora.r=4",
-    "use_lora=true",
     "trust_remote_code=true",
     "data.format=alpaca",
     "data.packing=true",
@@ -59,12 +57,12 @@ def test_a_feature_that_is_not_built_yet_is_refused_by_its_key(override: str) ->
     message = _message(override)
     key = override.partition("=")[0].rpartition(".")[2]
     assert NOT_AVAILABLE in message
-    assert key in message or "lora" in message
+    assert key in message
     assert "unknown" not in message
 
 
 def test_neutral_values_of_such_keys_are_accepted() -> None:
-    run = _parse("cp=1", "ep=1", "virtual_stages=1", "restarts=0", "log.report_to=none", "data.val_size=0", lora=None)
+    run = _parse("cp=1", "ep=1", "virtual_stages=1", "restarts=0", "log.report_to=none", "data.val_size=0")
     assert run.strategy.cp == 1
 
 

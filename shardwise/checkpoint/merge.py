@@ -1,0 +1,106 @@
+"""Adapters folded into their base model: a plain Hugging Face folder, by plain peft in one process on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardwise.checkpoint.adapter import ADAPTER_COMPANIONS
+from shardwise.checkpoint.export import copy_companions
+from shardwise.errors import ConfigError
+from shardwise.models.adapter_folder import base_folder, find_adapter, load_with_adapter
+from shardwise.spec import tolerance
+
+_PROBE_TOKENS = (2, 32)  # rows x length of the ids on which logits are compared
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits of the merged model, read back from its files, against base and adapter apart.
+
+    ``difference`` is the largest difference, ``scale`` the largest logit, ``limit`` the relative limit of the
+    files' ``dtype``.
+    """
+
+    difference: float
+    scale: float
+    limit: float
+    dtype: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.limit * max(1.0, self.scale)
+
+    def __str__(self) -> str:
+        return (
+            f"largest difference of logits before and after merging: {self.difference:.2e} "
+            f"(largest logit {self.scale:.3g}, limit {self.limit * max(1.0, self.scale):.2e}, files in {self.dtype})"
+        )
+
+
+def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
+    """Write the model that an adapter makes of its base to ``out``, and compare both.
+
+    Memory: the model in fp32 once, and what one layer's product needs.
+
+    Args:
+        source: a run's output folder or an adapter folder.
+        out: a folder that is not there yet, or empty.
+        base: the base model, where the one that the adapter names has moved.
+
+    Raises:
+        ConfigError, CheckpointError: no adapter or no base model, or an ``out`` with something in it.
+    """
+    adapter = find_adapter(source)
+    folder = base_folder(adapter, base)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(str(out), "is not empty", "Name a folder that is not there yet")
+    stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
+    model = load_with_adapter(adapter, folder)
+    ids = _probe(model.config.get_text_config().vocab_size)
+    before = _logits(model, ids)
+    merged: PreTrainedModel = model.merge_and_unload()
+    del model
+    _settle_tie(merged)
+    merged.to(stored).save_pretrained(out)
+    del merged
+    for holder in (folder, adapter):  # the adapter's own tokenizer files, else those of its base
+        copy_companions(holder, out, ADAPTER_COMPANIONS)
+    after = _logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval(), ids)
+    return Comparison(
+        difference=float((after - before).abs().max()),
+        scale=float(before.abs().max()),
+        limit=tolerance.EXPORT_LOGITS
+        if stored is torch.float32
+        else tolerance.MERGED_ROUNDING * torch.finfo(stored).eps,
+        dtype=str(stored).removeprefix("torch."),
+    )
+
+
+def _probe(vocab_size: int) -> torch.Tensor:
+    """Ids from all over the vocabulary, the same at every call."""
+    rows, length = _PROBE_TOKENS
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocab_size, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _settle_tie(model: PreTrainedModel) -> None:
+    """Keep head and embedding tied where they still are equal, else save both and say so in the configuration."""
+    config = model.config.get_text_config()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not config.tie_word_embeddings or head is None or embedding is None:
+        return
+    if torch.equal(head.weight, embedding.weight):
+        model.tie_weights()
+        return
+    model.config.tie_word_embeddings = config.tie_word_embeddings = False

@@ -1,0 +1,73 @@
+"""Folders in PEFT's format: which one a path means, the base model that it names, both loaded by plain peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from shardwise.errors import CheckpointError, ConfigError
+
+CONFIG_FILE = "adapter_config.json"
+
+
+def find_adapter(source: Path) -> Path:
+    """The adapter that a path means: the folder itself, a run's ``export``, or its newest checkpoint's.
+
+    Raises:
+        ConfigError: none of them is there.
+    """
+    checkpoints = sorted(source.glob("checkpoints/step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    looked_for = [source, source / "adapter", source / "export", *(path / "adapter" for path in reversed(checkpoints))]
+    for folder in looked_for:
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+    if (source / "export" / "config.json").is_file() or (source / "config.json").is_file():
+        raise ConfigError(str(source), "is no adapter but a whole model", "There is nothing to merge; use it as it is")
+    rule = f"holds no adapter ({CONFIG_FILE}; looked in it, in adapter/, export/ and checkpoints/step-*/adapter/)"
+    raise ConfigError(str(source), rule, "Give a run's output folder or an adapter folder")
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def base_folder(adapter: Path, base: Path | None = None) -> Path:
+    """The model folder that an adapter is for: ``base``, else the one that it names.
+
+    Raises:
+        ConfigError: it is not there, or holds no weights.
+    """
+    named = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    folder = base or Path(named or "")
+    remedy = "Give the folder of the base model with --base FOLDER"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"base model {str(folder)!r} of {adapter}", "no such model folder", remedy)
+    if not any(folder.glob("*.safetensors")):
+        rule = "holds no weights (the adapter was trained on random ones)"
+        raise ConfigError(f"base model {str(folder)!r} of {adapter}", rule, remedy)
+    return folder
+
+
+def load_with_adapter(adapter: Path, base: Path) -> Any:
+    """The base model with its adapter beside it, in fp32 and evaluation mode.
+
+    Raises:
+        CheckpointError: the adapter does not fit the base model.
+    """
+    from peft import PeftModel
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).eval()
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            str(adapter), f"does not fit the model in {base} ({first})", "Name its own base model"
+        ) from None

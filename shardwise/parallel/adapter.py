@@ -1,0 +1,54 @@
+"""Adapters under the tensor split: each part is cut as its layer is, and joins it before the layer's collective."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.models.lora import ADAPTER, has_adapter
+from shardwise.models.sharding import Style
+
+# Style of a layer -> those of lora_A and lora_B. PARTIAL: whole on every rank, which sees only its share of the
+# gradient: A of a column layer gets it through this rank's rows of B, B of a row layer from this rank's A x.
+_PARTS = {
+    Style.COLUMN: (Style.PARTIAL, Style.COLUMN),
+    Style.VOCAB_HEAD: (Style.PARTIAL, Style.COLUMN),
+    Style.KV_SLICE: (Style.PARTIAL, Style.PARTIAL),
+    Style.ROW: (Style.ROW, Style.PARTIAL),
+}
+
+
+class LowRank:
+    """``B (A dropout(x)) alpha / r`` on local weights.
+
+    Args:
+        rows: the rows of B that this rank computes, of those that it holds.
+    """
+
+    def __init__(self, layer: nn.Module, rows: slice) -> None:
+        self._dropout, self._a, self._b = layer.lora_dropout, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        self._scaling: float = layer.scaling[ADAPTER]
+        self._rows = rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(self._dropout[ADAPTER](x), self._a.weight)
+        return F.linear(low * self._scaling, self._b.weight[self._rows])
+
+
+def pieces(module: nn.Module, style: Style) -> list[tuple[nn.Module, Style]]:
+    """The modules that hold the parameters of a split module, each with its own style."""
+    if not has_adapter(module):
+        return [(module, style)]
+    style_a, style_b = _PARTS[style]
+    return [(module.base_layer, style), (module.lora_A[ADAPTER], style_a), (module.lora_B[ADAPTER], style_b)]
+
+
+def low_rank(module: nn.Module, rows: slice) -> LowRank | None:
+    """The low-rank path of a module, None where it has no adapter."""
+    return LowRank(module, rows) if has_adapter(module) else None
+
+
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, path: LowRank | None) -> torch.Tensor:
+    """``out``, the base layer's result, plus the adapter's."""
+    return out if path is None else out + path(x)

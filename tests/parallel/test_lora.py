@@ -1,0 +1,142 @@
+"""Adapters under every strategy equal plain peft in one process (fault cases 43, 44, 46, 47)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.spec import tolerance
+from shardwise.spec.run import LoraConfig
+from shardwise.testing import run_distributed
+from tests.fixtures import make_model, make_rows
+from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, strategy
+from tests.parallel.lora_harness import LoraCase, make_adapter, reference, run_cases
+
+pytestmark = pytest.mark.slow
+
+MODELS = ("llama", "llama-tied", "qwen2", "qwen3")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp_replicate2": {"dp_replicate": 2},
+    "dp_shard2": {"dp_shard": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "tp2-dp2": {"tp": 2, "dp_shard": 2},
+    "pp2-dp2": {"pp": 2, "dp_shard": 2},
+    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp_shard": 2},
+    "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
+}
+ADAPTERS: dict[str, LoraConfig] = {
+    "all": LoraConfig(r=4, alpha=8.0),
+    "q": LoraConfig(r=2, alpha=8.0, target_modules=("q_proj",)),
+    "first-blocks": LoraConfig(r=4, target_modules=r".*layers\.[01]\..*_proj"),
+    "last-block": LoraConfig(r=4, target_modules=r".*layers\.3\..*(q|down)_proj"),
+    "head": LoraConfig(r=4, target_modules=("o_proj", "lm_head")),
+    "saved": LoraConfig(
+        r=4, target_modules=("v_proj", "down_proj"), modules_to_save=("embed_tokens", "lm_head", "norm")
+    ),
+}
+# (model, adapters, layout, recompute)
+_EXTRA = [
+    ("llama", "all", {"tp": 4}),  # more tensor ranks than key/value heads
+    ("llama", "all", {"tp": 2, "dp_replicate": 2}),
+    ("llama", "all", {"pp": 2, "dp_replicate": 2}),
+    ("llama", "all", {"pp": 4, "schedule": "gpipe"}),
+    ("llama", "all", {"dp_shard": 2, "reshard": False}),
+    ("llama", "all", {"dp_shard": 8}),  # more shards than rows of A
+    ("llama-tied", "q", {"pp": 2}),
+    ("llama-tied", "q", {"tp": 2, "pp": 2}),
+    *[
+        ("llama", a, d)
+        for a in ("first-blocks", "last-block")
+        for d in ({"pp": 2}, {"pp": 4}, {"pp": 2, "dp_shard": 2})
+    ],
+    *[("llama", "head", d) for d in ({"tp": 2}, {"tp": 2, "pp": 2, "dp_shard": 2})],
+    *[("llama-tied", "head", d) for d in ({"tp": 2}, {"pp": 2}, {"dp_shard": 2})],
+    *[("llama", "saved", d) for d in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2, "dp_shard": 2}, {"dp_replicate": 2})],
+]
+RECOMPUTED = ("pp2", "dp_shard2", "tp2-pp2", "one")
+
+
+def _table() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    rows = {f"{model}/{name}": (model, "all", degrees) for model in MODELS for name, degrees in LAYOUTS.items()}
+    rows |= {f"llama/{name}/recompute": ("llama", "all", LAYOUTS[name] | {"recompute": -1}) for name in RECOMPUTED}
+    extra = {
+        f"{model}/{adapters}/" + "-".join(f"{k}{v}" for k, v in degrees.items()): (model, adapters, degrees)
+        for model, adapters, degrees in _EXTRA
+    }
+    return rows | extra
+
+
+TABLE = _table()
+KINDS = {"sgd": {"train": SGD}, "adamw": {"train": ADAMW}, "float64": {"dtype": torch.float64, "steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("lora")
+    made = {name: make_model(root / name, name) for name in MODELS}
+    for model, adapters, _ in TABLE.values():
+        name = f"{model}+{adapters}"
+        if name not in made:
+            made[name] = make_adapter(made[model], root / name, ADAPTERS[adapters])
+    return made
+
+
+def _case(folders: dict[str, Path], row: str, kind: str) -> LoraCase:
+    model, adapters, degrees = TABLE[row]
+    split = strategy(**degrees)
+    rows = tuple(make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)))
+    size = 8 if split.dp == 8 else 4
+    case = LoraCase(
+        folders[model], split, rows, size, lora=ADAPTERS[adapters], adapter=folders[f"{model}+{adapters}"], steps=5
+    )
+    return replace(case, **KINDS[kind])
+
+
+@cache
+def _reference(folder: Path, adapter: Path, size: int, kind: str) -> Outcome:
+    rows = tuple(make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)))
+    return reference(replace(LoraCase(folder, strategy(), rows, size, adapter=adapter, steps=5), **KINDS[kind]))
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders: dict[str, Path]) -> Any:
+    """Runs all rows of a world size and kind at the first demand, on ranks that are started once."""
+
+    @cache
+    def run(world_size: int, kind: str) -> dict[str, tuple[Outcome, bool, int]]:
+        names = [row for row in TABLE if _case(folders, row, kind).strategy.world_size == world_size]
+        cases = [_case(folders, row, kind) for row in names]
+        by_rank = run_distributed(run_cases, world_size, cases, timeout=280)
+        found = {}
+        for i, row in enumerate(names):
+            parts = [rank[i] for rank in by_rank]
+            found[row] = (assemble(parts), all(part.frozen_kept for part in parts), parts[0].num_trainable)
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", TABLE)
+def test_equals_plain_peft(row: str, kind: str, folders: dict[str, Path], outcomes: Any, note_error: Any) -> None:
+    case = _case(folders, row, kind)
+    got, frozen_kept, num_trainable = outcomes(case.strategy.world_size, kind)[row]
+    want = _reference(case.folder, case.adapter, case.global_batch_size, kind)
+    errors = compare(got, want)
+    for name in ("loss", "norm", "gradient", "weight"):
+        note_error(f"lora {kind} {name}", getattr(errors, name))
+    sharp = kind == "float64"
+    assert frozen_kept, "a frozen weight has changed or has a gradient"
+    assert num_trainable == sum(weight.numel() for weight in want.weights.values())
+    assert errors.loss <= (tolerance.FLOAT64_LOSS if sharp else tolerance.FP32_LOSS)
+    assert errors.norm <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_NORM)
+    assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
+    assert errors.weight <= (tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS)
