@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checkpoint.adapter import ADAPTER_COMPANIONS
 from shardwise.checkpoint.export import copy_companions
 from shardwise.errors import ConfigError
 from shardwise.models.adapter_folder import base_folder, find_adapter, load_with_adapter
+from shardwise.models.lora import has_adapter
 from shardwise.spec import tolerance
 
 _PROBE_TOKENS = (2, 32)  # rows x length of the ids on which logits are compared
@@ -63,9 +65,12 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
     model = load_with_adapter(adapter, folder)
     ids = _probe(model.config.get_text_config().vocab_size)
     before = _logits(model, ids)
+    was_tied = bool(model.config.get_text_config().tie_word_embeddings)
+    _untie_adapted_head(model.get_base_model())
     merged: PreTrainedModel = model.merge_and_unload()
     del model
-    _settle_tie(merged)
+    if was_tied:
+        _settle_tie(merged)
     merged.to(stored).save_pretrained(out)
     del merged
     for holder in (folder, adapter):  # the adapter's own tokenizer files, else those of its base
@@ -94,13 +99,17 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def _untie_adapted_head(model: PreTrainedModel) -> None:
+    """Give a tied head that has an adapter a weight of its own: merging would add the adapter to the embedding too."""
+    head = model.get_output_embeddings()
+    if head is not None and has_adapter(head) and head.weight is model.get_input_embeddings().weight:
+        head.base_layer.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
 def _settle_tie(model: PreTrainedModel) -> None:
-    """Keep head and embedding tied where they still are equal, else save both and say so in the configuration."""
-    config = model.config.get_text_config()
+    """Tie head and embedding again where they still are equal, else let the configuration say that they are not."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not config.tie_word_embeddings or head is None or embedding is None:
-        return
-    if torch.equal(head.weight, embedding.weight):
-        model.tie_weights()
-        return
-    model.config.tie_word_embeddings = config.tie_word_embeddings = False
+    tied = torch.equal(head.weight, embedding.weight)
+    if tied:
+        head.weight = embedding.weight
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = tied

@@ -59,6 +59,8 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
     loaded, plan = load_model(run, plan, mesh)
     if loaded.adapters is not None:
         say(f"LoRA      {loaded.adapters}")
+        if run.model_init == "random":
+            say("          the base model is random and in no file: the adapter can be resumed, not loaded elsewhere")
     if context.rank == 0:
         plan.save(context.output_dir / "plan.json")
     return TrainerParts(

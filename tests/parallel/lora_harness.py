@@ -32,10 +32,15 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraCase(Case):
-    """A run whose adapters start from the values in ``adapter``, a folder that plain peft wrote."""
+    """A run whose adapters start from the values in ``adapter``, a folder that plain peft wrote.
+
+    ``kept_tied``: the tied embedding trains too. Plain peft would make two copies of it, so the reference
+    trains the base model's own.
+    """
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     adapter: Path = Path()
+    kept_tied: bool = False
 
 
 @dataclass
@@ -82,6 +87,8 @@ def reference(case: LoraCase) -> Outcome:
     with _precision(case):
         base = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype)
         model = PeftModel.from_pretrained(base, case.adapter, is_trainable=True).to(case.dtype).train()
+        if case.kept_tied:
+            base.get_input_embeddings().weight.requires_grad_(True)
         trained = {own_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         train, parameters = case.train, list(trained.values())
         optimizer: torch.optim.Optimizer
@@ -124,7 +131,8 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     load_slices(case.folder, [s for s in model.shards if s.layout.source in names], names)
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):
-        shard.data.copy_(whole[PREFIX + shard.layout.source][shard.layout.slices])
+        if not (case.kept_tied and shard.layout.source in names):
+            shard.data.copy_(whole[PREFIX + shard.layout.source][shard.layout.slices])
     return model, mesh, adapters
 
 

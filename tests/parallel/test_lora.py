@@ -41,8 +41,9 @@ ADAPTERS: dict[str, LoraConfig] = {
     "saved": LoraConfig(
         r=4, target_modules=("v_proj", "down_proj"), modules_to_save=("embed_tokens", "lm_head", "norm")
     ),
+    "kept-tied": LoraConfig(r=4, target_modules=("q_proj", "up_proj"), modules_to_save=("lm_head",)),
 }
-# (model, adapters, layout, recompute)
+# (model, adapters, layout)
 _EXTRA = [
     ("llama", "all", {"tp": 4}),  # more tensor ranks than key/value heads
     ("llama", "all", {"tp": 2, "dp_replicate": 2}),
@@ -61,6 +62,7 @@ _EXTRA = [
     *[("llama-tied", "head", d) for d in ({"tp": 2}, {"pp": 2}, {"dp_shard": 2})],
     *[("llama", "saved", d) for d in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2, "dp_shard": 2}, {"dp_replicate": 2})],
 ]
+_EXTRA += [("llama-tied", "kept-tied", LAYOUTS[name]) for name in ("tp2", "pp2", "dp_shard2", "tp2-pp2-dp2")]
 RECOMPUTED = ("pp2", "dp_shard2", "tp2-pp2", "one")
 
 
@@ -85,7 +87,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for model, adapters, _ in TABLE.values():
         name = f"{model}+{adapters}"
         if name not in made:
-            made[name] = make_adapter(made[model], root / name, ADAPTERS[adapters])
+            lora = ADAPTERS[adapters]
+            if adapters == "kept-tied":
+                lora = lora.model_copy(update={"modules_to_save": ()})
+            made[name] = make_adapter(made[model], root / name, lora)
     return made
 
 
@@ -94,16 +99,18 @@ def _case(folders: dict[str, Path], row: str, kind: str) -> LoraCase:
     split = strategy(**degrees)
     rows = tuple(make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)))
     size = 8 if split.dp == 8 else 4
+    adapter, kept_tied = folders[f"{model}+{adapters}"], adapters == "kept-tied"
     case = LoraCase(
-        folders[model], split, rows, size, lora=ADAPTERS[adapters], adapter=folders[f"{model}+{adapters}"], steps=5
+        folders[model], split, rows, size, lora=ADAPTERS[adapters], adapter=adapter, steps=5, kept_tied=kept_tied
     )
     return replace(case, **KINDS[kind])
 
 
 @cache
-def _reference(folder: Path, adapter: Path, size: int, kind: str) -> Outcome:
+def _reference(folder: Path, adapter: Path, size: int, kind: str, kept_tied: bool) -> Outcome:
     rows = tuple(make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)))
-    return reference(replace(LoraCase(folder, strategy(), rows, size, adapter=adapter, steps=5), **KINDS[kind]))
+    case = LoraCase(folder, strategy(), rows, size, adapter=adapter, steps=5, kept_tied=kept_tied)
+    return reference(replace(case, **KINDS[kind]))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +119,8 @@ def outcomes(folders: dict[str, Path]) -> Any:
 
     @cache
     def run(world_size: int, kind: str) -> dict[str, tuple[Outcome, bool, int]]:
-        names = [row for row in TABLE if _case(folders, row, kind).strategy.world_size == world_size]
+        kept = [row for row, other in CASES if other == kind]
+        names = [row for row in kept if _case(folders, row, kind).strategy.world_size == world_size]
         cases = [_case(folders, row, kind) for row in names]
         by_rank = run_distributed(run_cases, world_size, cases, timeout=280)
         found = {}
@@ -124,12 +132,15 @@ def outcomes(folders: dict[str, Path]) -> Any:
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row", TABLE)
+# AdamW tells nothing of an adapter that SGD does not; one model is enough.
+CASES = [(row, kind) for row in TABLE for kind in KINDS if kind != "adamw" or row.startswith("llama/")]
+
+
+@pytest.mark.parametrize(("row", "kind"), CASES)
 def test_equals_plain_peft(row: str, kind: str, folders: dict[str, Path], outcomes: Any, note_error: Any) -> None:
     case = _case(folders, row, kind)
     got, frozen_kept, num_trainable = outcomes(case.strategy.world_size, kind)[row]
-    want = _reference(case.folder, case.adapter, case.global_batch_size, kind)
+    want = _reference(case.folder, case.adapter, case.global_batch_size, kind, case.kept_tied)
     errors = compare(got, want)
     for name in ("loss", "norm", "gradient", "weight"):
         note_error(f"lora {kind} {name}", getattr(errors, name))
