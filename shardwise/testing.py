@@ -29,6 +29,7 @@ _PRELOAD = [
     "transformers.models.mistral.modeling_mistral",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
+    "peft",
 ]
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.errors import PlanError
 from shardwise.models.lora import ADAPTER, has_adapter
 from shardwise.models.sharding import Style
 
@@ -37,9 +38,16 @@ class LowRank:
 
 
 def pieces(module: nn.Module, style: Style) -> list[tuple[nn.Module, Style]]:
-    """The modules that hold the parameters of a split module, each with its own style."""
+    """The modules that hold the parameters of a split module, each with its own style.
+
+    Raises:
+        PlanError: an adapter on a module whose style it cannot follow.
+    """
     if not has_adapter(module):
         return [(module, style)]
+    if style not in _PARTS:
+        rule = f"a layer split as {style.value!r} cannot have an adapter under tensor parallel"
+        raise PlanError("lora.target_modules", rule, "Use tp=1, or leave it out of lora.target_modules")
     style_a, style_b = _PARTS[style]
     return [(module.base_layer, style), (module.lora_A[ADAPTER], style_a), (module.lora_B[ADAPTER], style_b)]
 

@@ -11,10 +11,12 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import draw
 from shardwise.models.lora import find_adapters, inject, is_adapter, plain_name
+from shardwise.models.sharding import Style
+from shardwise.parallel.adapter import pieces
 from shardwise.spec.run import LoraConfig
 from tests.fixtures import make_model
 
@@ -141,3 +143,9 @@ def test_initial_values_have_the_distribution_of_peft(model: PreTrainedModel) ->
     assert np.array_equal(drawn[1500:2500], draw(shape, (1500, 2500), name, 7, dists[name]))
     assert not np.array_equal(drawn, draw(shape, (0, 3000), name, 8, dists[name]))
     assert not draw((48, 4), (0, 48), name.replace("_A", "_B"), 7, dists[name.replace("_A", "_B")]).any()
+
+
+def test_an_adapter_on_a_layer_split_in_another_way_is_refused(model: PreTrainedModel) -> None:
+    inject(model, find_adapters(model, LoraConfig(target_modules=("q_proj",))))
+    with pytest.raises(PlanError, match="vocab_embedding"):
+        pieces(model.model.layers[0].self_attn.q_proj, Style.VOCAB_EMBEDDING)

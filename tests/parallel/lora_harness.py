@@ -86,11 +86,16 @@ def reference(case: LoraCase) -> Outcome:
     """The run in this process by plain peft, transformers and torch."""
     with _precision(case):
         base = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype)
-        model = PeftModel.from_pretrained(base, case.adapter, is_trainable=True).to(case.dtype).train()
+        model = PeftModel.from_pretrained(base, case.adapter, is_trainable=True).train()
         if case.kept_tied:
             base.get_input_embeddings().weight.requires_grad_(True)
+        masters = {own_name(n): p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        model.to(case.dtype)
         trained = {own_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-        train, parameters = case.train, list(trained.values())
+        # In bf16 what is stepped are fp32 copies; elsewhere the parameters themselves.
+        low = case.dtype is torch.bfloat16
+        stepped = masters if low else trained
+        train, parameters = case.train, list(stepped.values())
         optimizer: torch.optim.Optimizer
         if train.optimizer == "sgd":
             optimizer = torch.optim.SGD(parameters, lr=0.0, foreach=False)
@@ -105,11 +110,16 @@ def reference(case: LoraCase) -> Outcome:
         size = case.global_batch_size
         batches = [case.rows[i : i + size] for i in range(0, len(case.rows), size)]
         for step in range(case.steps):
+            with torch.no_grad():
+                for name, parameter in trained.items():
+                    parameter.copy_(stepped[name])
             logits, targets = _forward(model, batches[step % len(batches)])
             loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
             loss.backward()
+            for name, parameter in trained.items() if low else []:
+                stepped[name].grad, parameter.grad = parameter.grad.float(), None
             if step == 0:
-                out.gradients = {n: p.grad.clone() for n, p in trained.items()}
+                out.gradients = {n: p.grad.clone() for n, p in stepped.items()}
             norm = torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm or math.inf, foreach=False)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(train, step, case.steps)
@@ -117,7 +127,7 @@ def reference(case: LoraCase) -> Outcome:
             optimizer.zero_grad()
             out.losses.append(loss.item())
             out.norms.append(norm.item())
-        out.weights = {n: p.detach().clone() for n, p in trained.items()}
+        out.weights = {n: p.detach().clone() for n, p in stepped.items()}
         return out
 
 

@@ -77,7 +77,13 @@ def _table() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 
 TABLE = _table()
-KINDS = {"sgd": {"train": SGD}, "adamw": {"train": ADAMW}, "float64": {"dtype": torch.float64, "steps": 2}}
+KINDS: dict[str, dict[str, Any]] = {
+    "sgd": {"train": SGD},
+    "adamw": {"train": ADAMW},
+    "float64": {"dtype": torch.float64, "steps": 2},
+    "bf16": {"dtype": torch.bfloat16, "steps": 20},
+    "bf16-exact": {"steps": 20},  # what bf16 rounds
+}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +125,7 @@ def outcomes(folders: dict[str, Path]) -> Any:
 
     @cache
     def run(world_size: int, kind: str) -> dict[str, tuple[Outcome, bool, int]]:
-        kept = [row for row, other in CASES if other == kind]
+        kept = BF16_ROWS if kind == "bf16" else [row for row, other in CASES if other == kind]
         names = [row for row in kept if _case(folders, row, kind).strategy.world_size == world_size]
         cases = [_case(folders, row, kind) for row in names]
         by_rank = run_distributed(run_cases, world_size, cases, timeout=280)
@@ -133,7 +139,10 @@ def outcomes(folders: dict[str, Path]) -> Any:
 
 
 # AdamW tells nothing of an adapter that SGD does not; one model is enough.
-CASES = [(row, kind) for row in TABLE for kind in KINDS if kind != "adamw" or row.startswith("llama/")]
+CASES = [
+    (row, kind) for row in TABLE for kind in ("sgd", "adamw", "float64") if kind != "adamw" or row.startswith("llama/")
+]
+BF16_ROWS = [f"llama/{name}" for name in LAYOUTS] + ["llama/all/tp4"]
 
 
 @pytest.mark.parametrize(("row", "kind"), CASES)
@@ -151,3 +160,24 @@ def test_equals_plain_peft(row: str, kind: str, folders: dict[str, Path], outcom
     assert errors.norm <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_NORM)
     assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
     assert errors.weight <= (tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS)
+
+
+@pytest.mark.parametrize("row", BF16_ROWS)
+def test_equals_plain_peft_in_bf16(row: str, folders: dict[str, Path], outcomes: Any, note_error: Any) -> None:
+    """As for whole models: the losses, and a first gradient no further from fp32 than one process in bf16 is."""
+    case = _case(folders, row, "bf16")
+    got, frozen_kept, _ = outcomes(case.strategy.world_size, "bf16")[row]
+    want, exact = (
+        _reference(case.folder, case.adapter, case.global_batch_size, kind, False) for kind in ("bf16", "bf16-exact")
+    )
+    errors, rounding = compare(got, want), compare(want, exact)
+    note_error("lora bf16 loss", errors.loss)
+    assert frozen_kept
+    assert errors.loss <= max(tolerance.BF16_LOSS, 3 * rounding.loss)
+    ours, own = _distance(got.gradients, exact.gradients), _distance(want.gradients, exact.gradients)
+    note_error("lora bf16 gradient, times one process's", ours / own)
+    assert ours <= 1.1 * own
+
+
+def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(torch.sqrt(sum(((a[name].double() - b[name].double()) ** 2).sum() for name in b)))
