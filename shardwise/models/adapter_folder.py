@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,16 @@ def load_with_adapter(adapter: Path, base: Path) -> Any:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    try:
-        return PeftModel.from_pretrained(model, str(adapter)).eval()
-    except (RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            str(adapter), f"does not fit the model in {base} ({first})", "Name its own base model"
-        ) from None
+    remedy = "Name its own base model"
+    # Recorded: what peft and transformers deprecate is no news for a user, but a tensor that lacks is.
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            loaded = PeftModel.from_pretrained(model, str(adapter)).eval()
+        except (RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise CheckpointError(str(adapter), f"does not fit the model in {base} ({first})", remedy) from None
+    missing = next((str(w.message) for w in told if "missing adapter keys" in str(w.message)), None)
+    if missing is not None:
+        raise CheckpointError(str(adapter), f"does not fit the model in {base} ({missing.splitlines()[0]})", remedy)
+    return loaded

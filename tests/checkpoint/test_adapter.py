@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -147,6 +148,7 @@ def test_resumed_under_another_layout_and_read_by_plain_peft(
     assert not (tmp_path / "final" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_no_frozen_weight(root: Path, tmp_path: Path) -> None:
     case = _case(root, "all", "one")
     run_distributed(_train, 1, case, tmp_path, False)
@@ -171,6 +173,7 @@ def _export(rank: int, case: LoraCase, folder: Path, steps: int) -> torch.Tensor
         return model.stage.eval()(ids, torch.arange(4).expand(len(ids), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_logits_are_those_of_the_live_model(kind: str, root: Path, tmp_path: Path) -> None:
     """Case 49: trained ends of a tied embedding, or an adapter on one of them, survive merging and reloading."""
@@ -251,6 +254,11 @@ def test_the_command_exits_with_4_where_logits_differ(
     assert "largest difference of logits" in result.stderr
 
 
+def test_an_export_without_merge_is_not_there_yet(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--merge"):
+        CliRunner().invoke(cli.app, ["export", str(root), str(tmp_path / "out")], catch_exceptions=False)
+
+
 def test_what_cannot_be_merged_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("")
@@ -265,6 +273,13 @@ def test_what_cannot_be_merged_is_refused(root: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "wider", "llama", hidden_size=64)
     with pytest.raises(CheckpointError, match="does not fit"):
         merge(root / "start-all", tmp_path / "out", base=tmp_path / "wider")
+    torn = tmp_path / "torn"
+    shutil.copytree(root / "start-all", torn)
+    tensors = load_file(torn / "adapter_model.safetensors")
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, torn / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="missing adapter keys"):
+        merge(torn, tmp_path / "out")
     make_model(tmp_path / "random", "llama")
     (tmp_path / "random" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds no weights"):
