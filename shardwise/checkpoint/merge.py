@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
     before = _logits(model, ids)
     was_tied = bool(model.config.get_text_config().tie_word_embeddings)
     _untie_adapted_head(model.get_base_model())
-    merged: PreTrainedModel = model.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of every tie; the next lines settle it
+        merged: PreTrainedModel = model.merge_and_unload()
     del model
     if was_tied:
         _settle_tie(merged)
