@@ -143,7 +143,7 @@ class LogConfig(_Section):
     steps: PositiveInt = 1
     rows: bool = False
     report_to: str | tuple[str, ...] | None = None
-    profile_steps: str | PositiveInt | None = None  # 3, 3,7 or 3-5,9: shardwise.spec.ranges
+    profile_steps: str | int | None = None  # 3, 3,7 or 3-5,9: shardwise.spec.ranges
 
 
 class RunConfig(_Section):
