@@ -118,6 +118,31 @@ def test_a_job_of_torchrun_makes_the_same_run(short: Job, tmp_path: Path) -> Non
     assert _weights(output_dir) == _weights(short.output_dir)
 
 
+def test_a_loss_that_is_no_number_fails_the_job_by_step_and_rows(inputs: Path, tmp_path: Path) -> None:
+    train = {"global_batch_size": 4, "max_steps": 9, "optimizer": "sgd", "learning_rate": 1e30, "max_grad_norm": None}
+    with _shardwise(_configure(inputs, tmp_path / "out", train, data={"shuffle": False})) as job:
+        assert job.wait() == 3
+    status = job.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 3, 1)
+    assert "NonFiniteLossError: step 2: loss " in status["error"]
+    assert "rows of lines 5-8" in status["error"]
+    assert status["error"] in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_early_stopping_is_a_regular_end_and_says_why(inputs: Path, tmp_path: Path) -> None:
+    train = {"global_batch_size": 4, "max_steps": 9, "learning_rate": 0.0, "early_stopping_patience": 2}
+    evaluation = {"strategy": "steps", "steps": 1}
+    config = _configure(inputs, tmp_path / "out", train, data={"eval": str(inputs / "rows.jsonl")}, eval=evaluation)
+    with _shardwise(config) as job:
+        assert job.wait() == 0, job.stderr
+    status = job.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 3)
+    assert status["reason"].startswith("early stopping: 2 evaluations in a row")
+    assert f"ended: {status['reason']}" in job.stderr
+    assert job.stdout == f"{job.output_dir / 'export'}\n"
+
+
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(inputs: Path, tmp_path: Path) -> None:
     train = {"global_batch_size": 3, "max_steps": LONG_STEPS, "learning_rate": 1e-4}
     whole, stopped = (_configure(inputs, tmp_path / name, train) for name in ("whole", "stopped"))
