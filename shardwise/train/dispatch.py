@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,6 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.train.callbacks import Callback, CallbackError, Hook
 from shardwise.train.step import sum_over_ranks
-
-_log = logging.getLogger(__name__)
 
 
 class Dispatcher:
@@ -44,7 +43,7 @@ class Dispatcher:
                 if not callback.optional:
                     raise CallbackError(text) from error
                 self._active.remove(callback)
-                _log.warning("callback %s is switched off", callback.name, exc_info=error)
+                _to_log(error)
                 self._say(f"warning: {text}; {callback.name} is switched off, the run goes on")
 
     def failed(self, error: BaseException) -> None:
@@ -53,7 +52,7 @@ class Dispatcher:
             try:
                 callback.on_exception(error)
             except Exception as second:
-                _log.warning("callback %s failed after the run had", callback.name, exc_info=second)
+                _to_log(second)
 
     def stop_reason(self) -> str | None:
         """Why a callback of any rank wants the run to end, the same on every rank; None if none does.
@@ -89,3 +88,8 @@ def _names(callbacks: Sequence[Callback]) -> dict[str, Callback]:
         same = sum(name.split("#")[0] == callback.name for name in named)
         named[f"{callback.name}#{same + 1}" if same else callback.name] = callback
     return named
+
+
+def _to_log(error: BaseException) -> None:
+    """A traceback for the log alone: ``sys.stderr`` of rank 0 is shown on the terminal, too."""
+    traceback.print_exception(error, file=sys.__stderr__)

@@ -18,15 +18,13 @@ def device_name(device: torch.device) -> str | None:
 
 
 def count_adapter_parameters(shards: Iterable[Shard], device: torch.device) -> int | None:
-    """Elements of all trainable matrices over all ranks, each once, where others are frozen; None if none is.
+    """Elements of all LoRA matrices over all ranks, each once; None where there are none and everything trains.
 
-    To be called by all ranks.
+    Copies that train beside the adapters (``modules_to_save``) count as frozen. To be called by all ranks.
     """
-    matrices = [shard for shard in shards if len(shard.layout.shape) > 1]
-    frozen = any(not shard.parameter.requires_grad for shard in matrices)
-    trained = sum(s.data.numel() for s in matrices if s.layout.owned and s.parameter.requires_grad)
-    num_frozen, num_trained = sum_over_ranks([float(frozen), float(trained)], device)
-    return int(num_trained) if num_frozen else None
+    adapters = [shard for shard in shards if "lora_" in shard.layout.name and shard.layout.owned]
+    (total,) = sum_over_ranks([float(sum(shard.data.numel() for shard in adapters))], device)
+    return int(total) or None
 
 
 class Throughput:

@@ -7,7 +7,9 @@ user says so by the service's own variable: WANDB_MODE, SWANLAB_MODE, MLFLOW_TRA
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ class Tracker(Callback):
     may_stop = False
 
     def on_train_begin(self, info: RunInfo) -> None:
-        self.open(info, info.output_dir.resolve())
+        with redirect_stdout(sys.stderr):  # some greet on stdout, which is kept for results
+            self.open(info, info.output_dir.resolve())
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.log(numbers(metrics), step)
@@ -35,10 +38,12 @@ class Tracker(Callback):
         self.log(numbers(metrics), metrics["step"])
 
     def on_train_end(self, reason: str | None) -> None:
-        self.close(failed=None)
+        with redirect_stdout(sys.stderr):
+            self.close(failed=None)
 
     def on_exception(self, error: BaseException) -> None:
-        self.close(failed=f"{type(error).__name__}: {error}")
+        with redirect_stdout(sys.stderr):
+            self.close(failed=f"{type(error).__name__}: {error}")
 
     def open(self, info: RunInfo, folder: Path) -> None:
         """Begin a run in the service; ``folder`` is the output folder, whole."""

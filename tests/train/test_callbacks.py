@@ -17,6 +17,7 @@ from shardwise.train.callbacks import Callback, RunInfo
 from tests.fixtures import make_rows
 from tests.train.runs import make_inputs, run
 
+pytestmark = pytest.mark.slow
 BASE = ["data.shuffle=false", "train.global_batch_size=4", "train.optimizer=sgd"]
 
 

@@ -52,6 +52,7 @@ def _overrides(inputs: Path, patience: int, *more: str) -> list[str]:
     return [*evaluation, *saving, *rest, *more]
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_good_order_and_a_resumed_one_at_the_same_step(inputs: Path, tmp_path: Path) -> None:
     whole = run(inputs, tmp_path / "whole", _overrides(inputs, 4, "pp=2", "train.max_steps=20"))
     assert whole.returned == [{}, {}]

@@ -17,6 +17,7 @@ from tests.fixtures import make_model, make_rows
 from tests.parallel.harness import Case, reference, strategy
 from tests.train.runs import run
 
+pytestmark = pytest.mark.slow
 POISON = 130  # the id whose embedding is infinite
 ROWS = make_rows(vocab_size=130)
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, lr_scheduler="constant")

@@ -9,6 +9,8 @@ import pytest
 
 from tests.train.runs import make_inputs, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:

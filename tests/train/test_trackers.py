@@ -33,6 +33,7 @@ def _curves(folder: Path) -> EventAccumulator:
     return accumulator
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_number_of_the_metrics_and_goes_on_after_a_resume(inputs: Path, tmp_path: Path) -> None:
     evaluation = [f"data.eval={inputs / 'rows.jsonl'}", "eval.strategy=steps", "eval.steps=2"]
     saving = ["save.strategy=steps", "save.steps=2", "log.report_to=tensorboard"]
@@ -105,12 +106,14 @@ def _swanlab(calls: Calls) -> ModuleType:
         name: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
+        print("swanlab: Tracking run")  # as the real one does
         calls.append(("init", {"project": project, "dir": log_dir, "name": name, "config": config, "mode": mode}))
 
     def log(data: dict[str, Any], step: int | None = None) -> None:
         calls.append(("log", {"data": data, "step": step}))
 
     def finish(state: str = "success", error: str | None = None, async_log_timeout: int | None = None) -> None:
+        print("swanlab: Run `swanlab sync` to sync this run")
         calls.append(("finish", {"state": state, "error": error}))
 
     module = ModuleType("swanlab")
@@ -185,9 +188,10 @@ def _calls(
 
 @pytest.mark.parametrize("name", STAND_INS)
 def test_a_service_is_told_the_numbers_and_the_configuration(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = _calls(name, tmp_path, monkeypatch)
+    assert capsys.readouterr().out == ""
     assert [arguments for kind, arguments in calls if kind == "log"] == [
         {"data": {"train/loss": 2.5}, "step": 7},
         {"data": {"eval/eval_loss": 2.0, "eval/eval_tokens": 12.0}, "step": 7},
@@ -247,6 +251,7 @@ def _breaking(rank: int) -> list[Callback]:
     return []
 
 
+@pytest.mark.slow
 def test_a_service_that_breaks_costs_the_run_nothing(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
