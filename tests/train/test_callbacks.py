@@ -197,6 +197,19 @@ def test_every_line_has_the_flops_of_its_rows(inputs: Path, tmp_path: Path) -> N
     assert "FLOP/s a device" in result.terminal
 
 
+@pytest.mark.parametrize("layout", [["tp=2"], ["pp=2"], ["dp_shard=2"]], ids=" ".join)
+def test_adapters_cost_their_own_flops(inputs: Path, tmp_path: Path, layout: list[str]) -> None:
+    """Rank 4 on all linear layers of a block: q and o 32x32, k and v 32x16, gate, up and down 32x48."""
+    overrides = [*BASE, *layout, "train.max_steps=1", "lora.r=4"]
+    result = run(inputs, tmp_path / "out", overrides)
+    (line,) = result.metrics()
+    adapters = 4 * 4 * (2 * 64 + 2 * 48 + 3 * 80)
+    lengths = [len(row["input_ids"]) for row in make_rows()[:4]]
+    model = Plan.load(tmp_path / "out" / "plan.json").model
+    flops = line["tflops_per_device"] * 1e12 * 2 * line["step_seconds"]
+    assert flops == pytest.approx(step_flops(model, lengths, adapters), rel=1e-9)
+
+
 def test_bad_rows_are_left_out_and_counted(inputs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bad"
     folder.mkdir()
