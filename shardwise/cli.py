@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shardwise.errors import ShardwiseError
+from shardwise.config import nearest
+from shardwise.errors import ConfigError, ShardwiseError
 
 EXIT_DIFFERENT = 4  # a comparison that was asked for found a difference
 
@@ -86,7 +87,7 @@ def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
     files = [text for text in settings if "=" not in text]
     overrides = [text for text in settings if "=" in text]
     if len(files) > 1:
-        raise typer.BadParameter(f"more than one run.yaml: {', '.join(files)}")
+        raise ConfigError(", ".join(files), "more than one run.yaml", "Give one file; what it lacks as key=value")
     tree = load_yaml(files[0]) if files else {}
     for key, value in options.items():
         if value is not None:
@@ -137,13 +138,36 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
+# The base of the parser's errors, under whatever name this version of typer keeps it.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def usage_message(error: Any) -> str:
+    """A wrong use of the command line in one line, with the nearest option or command where one is near."""
+    command = error.ctx.command_path if error.ctx else "shardwise"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    if hasattr(error, "possibilities"):  # no such option: the parser's own nearest name looks at long ones alone
+        known = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
+        near = nearest(error.option_name, [*known, "--help"])
+        text = f"{error.option_name}: no such option" + (f". Did you mean {near}?" if near else "")
+    return f"{text} ({command} --help lists what there is)"
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        code = app(prog_name="shardwise", standalone_mode=False)
     except ShardwiseError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a bare `shardwise` has shown its help
+            sys.exit(ConfigError.exit_code)
+        print(f"shardwise: {usage_message(error)}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
+    except typer.Abort:
+        sys.exit(1)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

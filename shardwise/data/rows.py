@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3  # bad rows that one message spells out
+_SHOWN_RANGES = 20
 Notify = Callable[[str], None]
 
 
@@ -59,6 +60,21 @@ def row_hash(row: Row) -> str:
 def num_supervised(labels: np.ndarray) -> int:
     """Tokens that are predicted: labels from the second on (nothing comes before the first) that are not -100."""
     return int(np.count_nonzero(labels[1:] != IGNORED))
+
+
+def name_lines(lines: Sequence[int]) -> str:
+    """``[7, 3, 4, 5]`` -> ``rows of lines 3-5, 7``, in file order; beyond some twenty ranges the rest is counted."""
+    ranges: list[list[int]] = []
+    for line in sorted(lines):
+        if ranges and line <= ranges[-1][1] + 1:
+            ranges[-1][1] = line
+        else:
+            ranges.append([line, line])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_SHOWN_RANGES]]
+    left = sum(last - first + 1 for first, last in ranges[_SHOWN_RANGES:])
+    return f"{'row' if len(lines) == 1 else 'rows'} of {'line' if len(lines) == 1 else 'lines'} {', '.join(shown)}" + (
+        f" and {left} more" if left else ""
+    )
 
 
 def load_rows(

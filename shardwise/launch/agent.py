@@ -24,7 +24,7 @@ from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.log import loggers_to_file, say
 from shardwise.spec.run import SaveConfig
-from shardwise.train.status import Status, update_status, write_status
+from shardwise.train.status import Status, finish_status, write_status
 
 if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
@@ -72,7 +72,7 @@ def launch(
         stack.enter_context(forkserver.environment(_variables(num_processes, os.environ) | (env or {})))
         stack.enter_context(forkserver.running())
         outcome = _run(output_dir, target, num_processes, listener)
-    update_status(output_dir, **outcome.changes)
+    finish_status(output_dir, **outcome.changes)
     if outcome.message:
         say(outcome.message)
     return outcome.exit_code

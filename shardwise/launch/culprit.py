@@ -92,6 +92,16 @@ def read_errors(output_dir: Path, num_ranks: int) -> list[WorkerError]:
     return errors
 
 
+def remove_errors(output_dir: Path, rank: int, num_ranks: int) -> None:
+    """Remove what an earlier run left: a rank its own error, rank 0 also those of ranks that there are no more."""
+    error_path(output_dir, rank).unlink(missing_ok=True)
+    kept = {error_path(output_dir, other).name for other in range(num_ranks)}
+    if rank == 0:
+        for path in output_dir.glob("logs/error-rank-*.json"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+
 def is_connection_error(error: BaseException) -> bool:
     """Whether an exception, or one that it was raised from, only says that a peer does not answer."""
     seen: set[int] = set()

@@ -6,6 +6,7 @@ loads neither torch nor transformers, so that a wrong configuration is answered 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -18,11 +19,14 @@ from shardwise.errors import ConfigError
 from shardwise.spec.model import check_weights, find_model, read_model
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import LoraConfig, RunConfig
+from shardwise.spec.run import LoraConfig, RunConfig, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 
 # What a run writes into its folder; `overwrite` removes these and nothing else.
-RESULTS = ("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html")
+RESULTS = (
+    *("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html"),
+    *("profile", "tensorboard", "wandb", "swanlab", "mlflow.db"),
+)
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -48,6 +52,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train") -> tuple[RunConfig,
     if command == "train":
         check_data(run)
         check_output(run, folder)
+        check_trackers(run)
     local = count_devices(device)
     strategy, rows = resolve(run, model, local)
     if device != "cpu" and strategy.world_size > local:
@@ -102,6 +107,18 @@ def check_data(run: RunConfig) -> None:
             continue
         rule = "is a folder" if Path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Refuse trackers whose package is not installed; it is looked for, not imported.
+
+    Raises:
+        ConfigError: the package is absent, with the command that installs it.
+    """
+    for name in tracker_names(run):
+        if importlib.util.find_spec(name) is None:
+            value = f"log.report_to = {name!r}"
+            raise ConfigError(value, f"the package {name} is not installed", f"Install it: pip install {name}")
 
 
 def check_output(run: RunConfig, model_folder: Path) -> None:

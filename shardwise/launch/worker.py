@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
-from shardwise.launch.culprit import WorkerError, is_connection_error, write_error
+from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.lifeline import die_with_parent
 from shardwise.launch.stop import StopChannel
 from shardwise.launch.streams import log_path, redirect
 from shardwise.train.context import WorkerContext
-from shardwise.train.status import Status, read_status, update_status, write_status
+from shardwise.train.status import Status, finish_status, read_status, write_status
 
 DEFAULT_TARGET = "shardwise.train.worker:train"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
@@ -53,6 +53,8 @@ def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | No
     _bind_to_launcher(os.environ)
     rank = int(os.environ["RANK"])
     (output_dir / "logs").mkdir(parents=True, exist_ok=True)
+    if _is_foreign(os.environ):  # our launcher has done so before it started the workers
+        remove_errors(output_dir, rank, int(os.environ["WORLD_SIZE"]))
     terminal = redirect(log_path(output_dir, rank), terminal=rank == 0)
     try:
         _check_preloaded(os.environ)
@@ -117,7 +119,7 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     result = _load(target)(context)
     dist.destroy_process_group()
     if tells:
-        update_status(context.output_dir, state="done", exit_code=0)
+        finish_status(context.output_dir, state="done", exit_code=0)
     return result
 
 
@@ -168,7 +170,7 @@ def _tell_failure(output_dir: Path, error: WorkerError) -> None:
     if error.connection_error and status is not None and status.state != "running":
         return
     state = "refused" if error.refused and error.exit_code == ShardwiseError.exit_code else "failed"
-    update_status(output_dir, state=state, exit_code=error.exit_code, rank=error.rank, error=error.message)
+    finish_status(output_dir, state=state, exit_code=error.exit_code, rank=error.rank, error=error.message)
 
 
 if __name__ == "__main__":

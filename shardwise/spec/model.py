@@ -64,6 +64,12 @@ class ModelSpec:
         return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
+    def block_matrix_parameters(self) -> int:
+        """Number of parameters of one block that a token is multiplied by: neither norms nor biases."""
+        rows = self._projection_rows()
+        return self.block_parameters - self.block_norm_parameters - sum(rows[name] for name in self.biases)
+
+    @property
     def embedding_parameters(self) -> int:
         """Number of parameters of the embedding, and of the head."""
         return self.vocab_size * self.hidden_size

@@ -15,7 +15,8 @@ from pydantic_core import ErrorDetails
 
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
-from shardwise.spec.run import RunConfig
+from shardwise.spec.ranges import check_last_step, parse_steps
+from shardwise.spec.run import TRACKERS, RunConfig, tracker_names
 
 DATA_FORMATS = ("auto", "tokens", "messages")
 
@@ -25,10 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data.format": DATA_FORMATS,
     "data.packing": (False,),
     "data.val_size": (None, 0.0),
-    "data.on_bad_rows": ("refuse",),
     "train.compile": (False,),
-    "train.on_nan": ("stop",),
-    "train.early_stopping_patience": (None,),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
     "strategy.sequence_parallel": (False,),
@@ -37,8 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "strategy.plan": (None,),
     "save.best": ("no",),
     "save.async": (False,),
-    "log.report_to": (None, "none", ()),
-    "log.profile_steps": (None,),
     "restarts": (0,),
     "nnodes": (1,),
     "node_rank": (0,),
@@ -58,9 +54,8 @@ def parse_run(tree: dict[str, Any]) -> RunConfig:
         run = RunConfig.model_validate(_without_empty_sections(tree, RunConfig))
     except ValidationError as error:
         raise _config_error(error.errors(include_url=False)) from None
-    for check in (_check_available, _check_batch, _check_length, _check_optimizer, _check_save, _check_eval):
+    for check in _CHECKS:
         check(run)
-    _check_lora(run)
     return run
 
 
@@ -271,6 +266,13 @@ def _check_eval(run: RunConfig) -> None:
         "needs rows to evaluate",
         "Give data.eval=FILE, or eval.strategy=no",
     )
+    patience = run.train.early_stopping_patience
+    _refuse(
+        patience is None or run.eval.strategy != "no",
+        f"train.early_stopping_patience = {patience}",
+        "counts evaluations, and eval.strategy is no",
+        "Give data.eval=FILE and eval.strategy=epoch, or leave it out",
+    )
 
 
 def _check_lora(run: RunConfig) -> None:
@@ -300,3 +302,23 @@ def _check_lora(run: RunConfig) -> None:
     for key, names in (("target_modules", targets), ("modules_to_save", lora.modules_to_save)):
         empty = not isinstance(names, str) and "" in (names or ())
         _refuse(not empty, f"lora.{key} = {names!r}", "holds an empty name", "Name modules, such as [q_proj, v_proj]")
+
+
+def _check_log(run: RunConfig) -> None:
+    for name in tracker_names(run):
+        near = nearest(name.lower(), TRACKERS)
+        _refuse(
+            name in TRACKERS,
+            f"log.report_to = {name!r}",
+            f"must be of {', '.join(TRACKERS)}, or none",
+            f"Did you mean {near}?" if near else "",
+        )
+    steps = parse_steps(run.log.profile_steps, "log.profile_steps")
+    if run.train.max_steps is not None:
+        check_last_step(steps, run.train.max_steps, "log.profile_steps")
+
+
+_CHECKS = (
+    *(_check_available, _check_batch, _check_length, _check_optimizer),
+    *(_check_save, _check_eval, _check_lora, _check_log),
+)

@@ -143,7 +143,7 @@ class LogConfig(_Section):
     steps: PositiveInt = 1
     rows: bool = False
     report_to: str | tuple[str, ...] | None = None
-    profile_steps: str | None = None
+    profile_steps: str | int | None = None  # 3, 3,7 or 3-5,9: shardwise.spec.ranges
 
 
 class RunConfig(_Section):
@@ -174,6 +174,16 @@ class RunConfig(_Section):
     node_rank: NonNegativeInt = 0
     rdzv_endpoint: str | None = None
     cluster: str | None = None
+
+
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+
+
+def tracker_names(run: RunConfig) -> tuple[str, ...]:
+    """The trackers of ``log.report_to``, each once; none for ``none``."""
+    given = run.log.report_to or ()
+    names = (given,) if isinstance(given, str) else given
+    return tuple(dict.fromkeys(name for name in names if name != "none"))
 
 
 def dump_run(run: RunConfig) -> str:

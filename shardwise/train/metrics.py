@@ -1,37 +1,67 @@
-"""``metrics.jsonl``: one JSON object for each optimizer step and each evaluation."""
+"""``metrics.jsonl``: one JSON object for each optimizer step and each evaluation. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.train.callbacks import Callback, RunInfo
+
 FILE_NAME = "metrics.jsonl"
+_TAIL_BYTES = 2**20  # holds some lines, also of steps with many row hashes
 
 
-class MetricsFile:
+class MetricsFile(Callback):
     """Appends lines; on a resume, what lies behind the checkpoint is cut first."""
 
-    def __init__(self, output_dir: Path, resumed_step: int = 0) -> None:
-        self._path = output_dir / FILE_NAME
-        kept = [line for line in self._lines() if int(line["step"]) <= resumed_step]
+    main_only = True
+    may_stop = False
+
+    def on_train_begin(self, info: RunInfo) -> None:
+        self._path = info.output_dir / FILE_NAME
+        kept = [line for line in _parsed(_text(self._path)) if int(line["step"]) <= info.first_step]
         self._path.write_text("".join(map(_dump, kept)), encoding="utf-8")
 
-    def _lines(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        lines = []
-        for text in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:  # the last line of a killed run may be torn
-                continue
-        return lines
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._write(metrics)
 
-    def write(self, values: dict[str, Any]) -> None:
+    def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
+        self._write(metrics)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_dump(values))
 
 
-def _dump(values: dict[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False) + "\n"
+def last_step(output_dir: Path) -> int:
+    """Number of the last step that has a line in ``metrics.jsonl``; 0 if none has."""
+    path = output_dir / FILE_NAME
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        tail = file.read().decode("utf-8", "replace")
+    return max((int(line["step"]) for line in _parsed(tail) if line.get("kind") == "train"), default=0)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # the last line of a killed run may be torn
+            continue
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
+
+
+def _dump(values: Mapping[str, Any]) -> str:
+    """One line; NaN and infinity, which JSON does not have, become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(finite, ensure_ascii=False) + "\n"

@@ -14,6 +14,7 @@ from shardwise.checkpoint.store import (
     read_state,
     tensor_state,
 )
+from shardwise.config import flatten
 from shardwise.data.batch import LoaderState
 from shardwise.errors import CheckpointError
 from shardwise.models.lora import Adapters
@@ -26,18 +27,23 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run is. ``num_updates`` leaves out the steps that had nothing to learn."""
+    """How far a run is.
+
+    ``num_updates`` leaves out the steps that changed nothing; ``callbacks`` is what callbacks want to be kept.
+    """
 
     step: int = 0
     num_updates: int = 0
     loader: LoaderState = field(default_factory=LoaderState)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        return cls(data["step"], data["num_updates"], LoaderState.from_json(data["loader"]))
+        loader = LoaderState.from_json(data["loader"])
+        return cls(data["step"], data["num_updates"], loader, data.get("callbacks", {}))
 
 
 @dataclass(frozen=True)
@@ -110,20 +116,10 @@ def restore(checkpoint: Path, identity: RunIdentity, model: ParallelModel, optim
 
 def changes(saved: dict[str, Any], run: RunConfig) -> list[str]:
     """``train.learning_rate: 5e-05 -> 1e-05`` for every key that differs from the run that saved."""
-    before, now = _flat(saved), _flat(run.model_dump(mode="json"))
+    before, now = flatten(saved), flatten(run.model_dump(mode="json"))
     ignored = ("resume", "overwrite", "output_dir")
     return [
         f"{key}: {before.get(key)} -> {value}"
         for key, value in now.items()
         if key not in ignored and before.get(key) != value
     ]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -1,4 +1,4 @@
-"""``status.json``: how a run stands, or how it ended.
+"""``status.json``: how a run stands, or how it ended. Imports no torch.
 
 There is one writer at a time: the launcher before the workers start and after the last is gone, rank 0 between.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.train.callbacks import Callback, RunInfo
+from shardwise.train.metrics import last_step
+
 FILE_NAME = "status.json"
+STEP_SECONDS = 1.0  # a step alone is no reason to write the file more often
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,11 @@ class Status:
 
     Attributes:
         exit_code: exit status of the job, None while it runs.
-        step: last optimizer step that was completed.
+        step: last optimizer step that was completed; up to a second old while the run goes on.
         rank: the rank that failed, None if none did.
         error: its first error, in one message.
         checkpoint: newest complete checkpoint, relative to the output folder.
+        reason: why a run ended before its last step though nothing failed, None else.
     """
 
     state: Literal["running", "done", "refused", "failed", "stopped"] = "running"
@@ -32,6 +39,7 @@ class Status:
     rank: int | None = None
     error: str | None = None
     checkpoint: str | None = None
+    reason: str | None = None
 
 
 def write_status(output_dir: Path, status: Status) -> None:
@@ -53,3 +61,48 @@ def update_status(output_dir: Path, **changes: Any) -> Status:
     status = replace(read_status(output_dir) or Status(), **changes)
     write_status(output_dir, status)
     return status
+
+
+def finish_status(output_dir: Path, **changes: Any) -> Status:
+    """:func:`update_status` for a run that is over.
+
+    Rank 0 may have been killed with up to a second of steps in its memory alone; ``metrics.jsonl``, which
+    is written at each step, tells which was the last.
+    """
+    status = read_status(output_dir) or Status()
+    if status.step is not None:  # rank 0 got as far as its first step; before, the metrics are those of another start
+        changes = {"step": max(status.step, last_step(output_dir))} | changes
+    return update_status(output_dir, **changes)
+
+
+class StatusFile(Callback):
+    """Keeps the step in memory; writes it about once a second and with every checkpoint, and at the end.
+
+    A write changes these fields alone: under a foreign launcher another rank may have told of its failure.
+    """
+
+    main_only = True
+    may_stop = False
+
+    def __init__(self, checkpoint: str | None = None) -> None:
+        self._fields: dict[str, Any] = {} if checkpoint is None else {"checkpoint": checkpoint}
+
+    def on_train_begin(self, info: RunInfo) -> None:
+        self._folder = info.output_dir
+        self._write(step=info.first_step)
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._fields["step"] = step
+        if time.monotonic() - self._written >= STEP_SECONDS:
+            self._write()
+
+    def on_save(self, path: Path) -> None:
+        self._write(checkpoint=str(path.relative_to(self._folder)))
+
+    def on_train_end(self, reason: str | None) -> None:
+        self._write(reason=reason)
+
+    def _write(self, **changes: Any) -> None:
+        self._fields |= changes
+        self._written = time.monotonic()
+        update_status(self._folder, **self._fields)

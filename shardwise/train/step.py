@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from shardwise.data.batch import Batch
 from shardwise.parallel.clip import clip_gradients
 from shardwise.parallel.model import ParallelModel
 from shardwise.train.optim import Optimizer
+
+MAX_SKIPS_IN_A_ROW = 10  # with train.on_nan = skip: after more, the weights themselves are past saving
 
 
 class NonFiniteLossError(RuntimeError):
@@ -23,13 +26,16 @@ class NonFiniteLossError(RuntimeError):
 class StepResult:
     """What a step tells every rank.
 
-    ``loss`` and pre-clip ``grad_norm`` are None where it had no supervised token; ``notes`` are the sums
-    over the ranks of what each passed as its notes (empty where nothing was summed).
+    ``loss`` and pre-clip ``grad_norm`` are None where the step changed nothing, and ``skipped`` says why:
+    it had no supervised token, or (``finite`` is False then) one of the two is not a finite number.
+    ``notes`` are the sums over the ranks of what each passed as its notes (empty where nothing was summed).
     """
 
     loss: float | None
     grad_norm: float | None
     notes: list[float]
+    skipped: str | None = None
+    finite: bool = True
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
@@ -51,23 +57,44 @@ def train_step(
 ) -> StepResult:
     """Update the weights by one batch.
 
-    A batch without a supervised token changes nothing. One all-reduce tells every rank the loss, the norm
-    and whatever else the ranks have to say to each other (``notes``: as many on every rank).
-
-    Raises:
-        NonFiniteLossError: before the update, on every rank.
+    A batch without a supervised token, and one whose loss or norm is not finite, changes nothing. One
+    all-reduce tells every rank the loss, the norm and whatever else the ranks have to say to each other
+    (``notes``: as many on every rank), so all decide alike.
     """
     if batch.num_tokens == 0:  # the same on every rank: the count is of the whole step
-        return StepResult(None, None, [])
+        return StepResult(None, None, [], "no supervised token")
     share = model.forward_backward(*to_device(batch, model.mesh.device), batch.num_tokens)
     loss, squared_norm, *sums = sum_over_ranks([share, model.squared_norm(), *notes], model.mesh.device)
     norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise NonFiniteLossError(f"loss {loss}, gradient norm {norm}, rows {list(batch.rows)}")
+        model.zero_grad()
+        return StepResult(None, None, sums, f"loss {loss}, gradient norm {norm}", finite=False)
     clip_gradients(model.shards, norm, max_grad_norm)
     optimizer.step(learning_rate)
     model.zero_grad()
     return StepResult(loss, norm, sums)
+
+
+class NonFinitePolicy:
+    """``train.on_nan``: what follows from a step whose loss or norm is not finite."""
+
+    def __init__(self, on_nan: Literal["stop", "skip"]) -> None:
+        self._limit = MAX_SKIPS_IN_A_ROW if on_nan == "skip" else 0
+        self._num_in_a_row = 0
+
+    def check(self, result: StepResult, step: int, where: str) -> None:
+        """Let step number ``step`` pass, or end the run; ``where`` names its rows.
+
+        Raises:
+            NonFiniteLossError: on every rank, before anything is saved.
+        """
+        if result.finite:
+            self._num_in_a_row = 0 if result.loss is not None else self._num_in_a_row
+            return
+        self._num_in_a_row += 1
+        if self._num_in_a_row > self._limit:
+            more = f"; {self._limit} steps before it were skipped in a row" if self._limit else ""
+            raise NonFiniteLossError(f"step {step}: {result.skipped} in {where}{more}")
 
 
 def to_device(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
@@ -13,18 +14,21 @@ from shardwise.checkpoint.export import export_model, write_whole
 from shardwise.checkpoint.store import rotate, save_checkpoint
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
+from shardwise.data.rows import name_lines
 from shardwise.errors import CheckpointError
+from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
+from shardwise.train.dispatch import Dispatcher
 from shardwise.train.lr import learning_rate
 from shardwise.train.memory import MemoryMeter
-from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
 from shardwise.train.progress import ProgressView
 from shardwise.train.saving import CHECKPOINTS, RunIdentity, TrainState, all_tensors
 from shardwise.train.setup import LoadedModel
-from shardwise.train.status import update_status
-from shardwise.train.step import StepResult, evaluate, sum_over_ranks, train_step
+from shardwise.train.step import NonFinitePolicy, StepResult, evaluate, sum_over_ranks, train_step
+from shardwise.train.throughput import Throughput, count_adapter_parameters, device_name
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class TrainerParts:
     """Everything that a run needs, built once."""
 
     run: RunConfig
+    plan: Plan
     context: WorkerContext
     loaded: LoadedModel
     optimizer: Optimizer
@@ -42,18 +47,25 @@ class TrainerParts:
 
 
 class Trainer:
-    """Runs a job from ``state`` to its end, or to the step at which the user stops it."""
+    """Runs a job from ``state`` to its end, or to the step at which the user or a callback stops it.
 
-    def __init__(self, parts: TrainerParts, state: TrainState) -> None:
+    ``view`` shows messages on rank 0's terminal; it and ``callbacks`` are told of what happens, in their order.
+    """
+
+    def __init__(
+        self, parts: TrainerParts, state: TrainState, view: ProgressView, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self.parts, self.state = parts, state
-        run = parts.run
-        self.is_main = parts.context.rank == 0
-        self.folder = Path(run.output_dir)
-        left = parts.loader.num_steps(run.train.epochs, state.loader) if run.train.epochs else 0
-        self.total_steps = run.train.max_steps or state.step + left
-        self.metrics = MetricsFile(self.folder, state.step) if self.is_main else None
-        self.view = ProgressView(parts.context.terminal, self.total_steps, run.log.steps, state.step)
-        self._began, self._first_step = time.monotonic(), state.step
+        self.folder = Path(parts.run.output_dir)
+        self.total_steps = count_steps(parts.run, parts.loader, state)
+        self.policy = NonFinitePolicy(parts.run.train.on_nan)
+        device = parts.loaded.model.mesh.device
+        adapters = count_adapter_parameters(parts.loaded.model.shards, device)
+        precision = parts.run.train.precision or "fp32"
+        self.throughput = Throughput(parts.plan, precision, device_name(device), adapters)
+        is_main = parts.context.rank == 0
+        self.callbacks = Dispatcher([view, *callbacks], is_main=is_main, device=device, say=view.say)
+        self.callbacks.load_state_dict(state.callbacks)
 
     def train(self) -> str | None:
         """Run the steps that are left.
@@ -62,28 +74,53 @@ class Trainer:
             The name of the signal that stopped the run after saving (rank 0; ``"stop"`` elsewhere), None
             at the regular end.
         """
-        run = self.parts.run
-        stopped = None
-        batches: Iterator[Batch] = self.parts.loader.batches(self.state.loader)
+        parts = self.parts
+        info = RunInfo(
+            run=parts.run,
+            output_dir=self.folder,
+            rank=parts.context.rank,
+            world_size=parts.context.world_size,
+            first_step=self.state.step,
+            total_steps=self.total_steps,
+            model=parts.loaded.model,
+        )
         try:
-            while self.state.step < self.total_steps and stopped is None:
-                batch = next(batches)
-                stopped = self._step(batch)
-                epoch_ends = batch.next_state.epoch > batch.epoch
-                if self._due(run.eval.strategy, run.eval.steps, epoch_ends):
-                    self._evaluate(batch.epoch)
-                if stopped is not None or self._due(run.save.strategy, run.save.steps, epoch_ends):
-                    self.save()
-            if stopped is None and run.save.export:
+            self.callbacks.call("on_train_begin", info)
+            stopped, reason = self._run()
+            if stopped is None and parts.run.save.export:
                 self.export()
+            self.callbacks.call("on_train_end", f"stopped by {stopped}" if stopped else reason)
+        except BaseException as error:
+            self.callbacks.failed(error)
+            raise
         finally:
-            self.view.close()
-            self.parts.meter.close()
+            parts.meter.close()
         return stopped
 
+    def _run(self) -> tuple[str | None, str | None]:
+        """The loop. Returns the signal that ended it, and the reason of a callback that did."""
+        run = self.parts.run
+        stopped: str | None = None
+        reason = self.callbacks.stop_reason()
+        batches: Iterator[Batch] = self.parts.loader.batches(self.state.loader)
+        while self.state.step < self.total_steps and not (stopped or reason):
+            batch = next(batches)
+            stopped = self._step(batch)
+            epoch_ends = batch.next_state.epoch > batch.epoch
+            if self._due(run.eval.strategy, run.eval.steps, epoch_ends):
+                self._evaluate(batch.epoch)
+            if epoch_ends:
+                self.callbacks.call("on_epoch_end", batch.epoch)
+            reason = self.callbacks.stop_reason()
+            wanted = stopped or (reason and run.save.strategy != "no")
+            if wanted or self._due(run.save.strategy, run.save.steps, epoch_ends):
+                self.save()
+        return stopped, reason
+
     def _step(self, batch: Batch) -> str | None:
-        parts = self.parts
-        asked = parts.context.stop.requested() if self.is_main else None
+        parts, number = self.parts, self.state.step + 1
+        self.callbacks.call("on_step_begin", number)
+        asked = parts.context.stop.requested() if parts.context.rank == 0 else None
         rate = learning_rate(parts.run.train, self.state.step, self.total_steps)
         began = time.perf_counter()
         peaks = [0.0] * parts.context.world_size
@@ -98,42 +135,34 @@ class Trainer:
             [float(asked is not None), *peaks],
         )
         seconds = time.perf_counter() - began
-        updated = result.loss is not None
-        self.state = TrainState(self.state.step + 1, self.state.num_updates + updated, batch.next_state)
         # A step without supervised tokens exchanges nothing; the request is heard at the next one.
         stop, *peaks = result.notes or [0.0, *peaks]
-        self._report(batch, result, rate, seconds, int(max(peaks)))
+        lines = [parts.loader.rows[index].line for index in batch.rows]
+        self.policy.check(result, number, name_lines(lines))
+        self.state = TrainState(number, self.state.num_updates + (result.loss is not None), batch.next_state)
+        values = self._values(batch, result, seconds) | {"lr": rate, "peak_memory_bytes": int(max(peaks))}
+        if result.skipped is not None:
+            values |= {"skipped": f"{result.skipped} in {name_lines(lines)}", "lines": lines}
+        self.callbacks.call("on_step_end", number, MappingProxyType(values))
         return (asked or "stop") if stop else None
 
-    def _report(self, batch: Batch, result: StepResult, rate: float, seconds: float, peak_bytes: int) -> None:
-        if self.metrics is None:
-            return
+    def _values(self, batch: Batch, result: StepResult, seconds: float) -> dict[str, Any]:
+        """A line of the metrics, but for what only the step knows."""
+        lengths = [len(self.parts.loader.rows[index].input_ids) for index in batch.rows if batch.num_tokens]
         values: dict[str, Any] = {
             "kind": "train",
             "step": self.state.step,
             "epoch": batch.epoch,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": rate,
             "num_tokens": batch.num_tokens,
             "num_input_tokens": batch.num_input_tokens,
             "num_rows": batch.num_rows,
             "step_seconds": seconds,
             "tokens_per_second": batch.num_input_tokens / seconds if seconds else 0.0,
-            "mfu": None,
-            "peak_memory_bytes": peak_bytes,
+            **self.throughput.metrics(lengths, seconds),
         }
-        if result.loss is None:
-            lines = [self.parts.loader.rows[index].line for index in batch.rows]
-            values["skipped"] = f"no supervised token in rows of lines {lines}"
-            self.view.say(f"warning: step {self.state.step} {values['skipped']}; the weights stay as they are")
-        if batch.row_hashes is not None:
-            values["row_hashes"] = list(batch.row_hashes)
-        self.metrics.write(values)
-        update_status(self.folder, step=self.state.step)
-        done = self.state.step - self._first_step
-        eta = (time.monotonic() - self._began) / done * (self.total_steps - self.state.step)
-        self.view.step(values, eta)
+        return values | ({} if batch.row_hashes is None else {"row_hashes": list(batch.row_hashes)})
 
     def _due(self, strategy: str, every: int | None, epoch_ends: bool) -> bool:
         if strategy == "epoch":
@@ -145,10 +174,8 @@ class Trainer:
         assert parts.eval_loader is not None
         size = parts.run.eval.batch_size or parts.eval_loader.settings.global_batch_size
         loss, num_tokens = evaluate(parts.loaded.model, parts.eval_loader.eval_batches(size))
-        if self.metrics is not None:
-            values = {"kind": "eval", "step": self.state.step, "epoch": epoch, "eval_loss": loss}
-            self.metrics.write(values | {"eval_tokens": num_tokens})
-            self.view.say(f"evaluation after step {self.state.step}: loss {loss:.4f} over {num_tokens} tokens")
+        values = {"kind": "eval", "step": self.state.step, "epoch": epoch, "eval_loss": loss, "eval_tokens": num_tokens}
+        self.callbacks.call("on_evaluate", MappingProxyType(values))
 
     def save(self) -> None:
         """Write a checkpoint of the current step, then remove the ones that are too many.
@@ -164,7 +191,7 @@ class Trainer:
             )
         state = {
             "schema": 1,
-            "train": self.state.to_json(),
+            "train": replace(self.state, callbacks=self.callbacks.state_dict()).to_json(),
             "identity": asdict(parts.identity),
             "run": parts.run.model_dump(mode="json"),
         }
@@ -177,10 +204,9 @@ class Trainer:
             Path(parts.run.model),
             (lambda draft: self._write_adapter(draft / ADAPTER_FOLDER)) if parts.loaded.adapters else None,
         )
-        if self.is_main:
+        if parts.context.rank == 0:
             rotate(folder, parts.run.save.keep)
-            update_status(self.folder, checkpoint=str(path.relative_to(self.folder)))
-            self.view.say(f"saved {path}")
+        self.callbacks.call("on_save", path)
 
     def export(self) -> None:
         """Write ``export``: a Hugging Face folder, or with adapters one in PEFT's format."""
@@ -196,3 +222,11 @@ class Trainer:
         loaded = self.parts.loaded
         assert loaded.adapters is not None
         write_adapter(Path(self.parts.run.model), folder, loaded.adapters, loaded.model.shards)
+
+
+def count_steps(run: RunConfig, loader: Loader, state: TrainState) -> int:
+    """Number of the last step of a run that stands at ``state``."""
+    if run.train.max_steps is not None:
+        return run.train.max_steps
+    assert run.train.epochs is not None
+    return state.step + loader.num_steps(run.train.epochs, state.loader)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,29 @@ from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.plan import Plan
+from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig
+from shardwise.spec.run import RunConfig, tracker_names
+from shardwise.train.callbacks import Callback
 from shardwise.train.context import WorkerContext
+from shardwise.train.early_stopping import EarlyStopping
 from shardwise.train.memory import MemoryMeter
+from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.profiling import StepProfiler
+from shardwise.train.progress import ProgressView
 from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, lora_fingerprint, restore
 from shardwise.train.setup import check_adapters, data_fingerprint, load_model, make_loader, read_rows
-from shardwise.train.status import update_status
-from shardwise.train.trainer import Trainer, TrainerParts
+from shardwise.train.status import StatusFile
+from shardwise.train.trackers import make_trackers
+from shardwise.train.trainer import Trainer, TrainerParts, count_steps
 
 
-def train(context: WorkerContext) -> dict[str, Any]:
+def train(context: WorkerContext, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train as ``run.yaml`` and ``plan.json`` in the output folder say.
+
+    Args:
+        callbacks: called after those of the run itself, in this order; the same ones on every rank.
 
     Returns:
         ``{"stopped": signal name}`` after a stop that the user asked for, else an empty dictionary.
@@ -33,10 +45,25 @@ def train(context: WorkerContext) -> dict[str, Any]:
     """
     run = parse_run(load_yaml(context.output_dir / "run.yaml"))
     plan = Plan.load(context.output_dir / "plan.json")
+    view = ProgressView(context.terminal)
     parts = build_parts(run, plan, context)
-    trainer = Trainer(parts, _start(parts))
-    stopped = trainer.train()
+    state, checkpoint = _start(parts)
+    own = run_callbacks(run, checkpoint, view.say)
+    stopped = Trainer(parts, state, view, [*own, *callbacks]).train()
     return {"stopped": stopped} if stopped else {}
+
+
+def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], None]) -> list[Callback]:
+    """What the keys of a run switch on, the same on every rank; files first, so that nothing can keep them back."""
+    patience = run.train.early_stopping_patience
+    steps = parse_steps(run.log.profile_steps, "log.profile_steps")
+    return [
+        MetricsFile(),
+        StatusFile(checkpoint),
+        *make_trackers(tracker_names(run), os.environ),
+        *([StepProfiler(steps, say)] if steps else []),
+        *([EarlyStopping(patience)] if patience is not None else []),
+    ]
 
 
 def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerParts:
@@ -52,6 +79,8 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say)
     loader = make_loader(rows, run, plan, mesh)
+    steps = count_steps(run, loader, TrainState())
+    check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
     if loader.dropped_rows:
         say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
     eval_rows = read_rows(run.data.eval, run, plan, say) if run.data.eval else None
@@ -65,6 +94,7 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
         plan.save(context.output_dir / "plan.json")
     return TrainerParts(
         run=run,
+        plan=plan,
         context=context,
         loaded=loaded,
         optimizer=Optimizer(loaded.model.shards, run.train),
@@ -77,19 +107,16 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
     )
 
 
-def _start(parts: TrainerParts) -> TrainState:
+def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
+    """Where the run stands, and the checkpoint that it goes on from, relative to the output folder."""
     checkpoint = find_checkpoint(parts.run)
     if checkpoint is None:
-        return TrainState()
+        return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
-    if parts.context.rank == 0:
-        output_dir = parts.context.output_dir.resolve()
-        name = checkpoint.resolve()
-        inside = name.relative_to(output_dir) if name.is_relative_to(output_dir) else name
-        update_status(output_dir, step=state.step, checkpoint=str(inside))
     terminal = parts.context.terminal
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
         for line in changes(read_state(checkpoint)["run"], parts.run):
             print(f"  changed {line}", file=terminal, flush=True)
-    return state
+    output_dir, path = parts.context.output_dir.resolve(), checkpoint.resolve()
+    return state, str(path.relative_to(output_dir) if path.is_relative_to(output_dir) else path)

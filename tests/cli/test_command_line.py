@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import typer
 
+from shardwise import cli
 from tests.cli.wrong_configurations import WRONG, Wrong, good, make_root
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +24,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("command-line"))
 
 
-def _refusal(arguments: Sequence[str], folder: Path) -> str:
-    """What `shardwise train` says; fails unless it is a refusal with status 2 in time."""
+def _shardwise(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SHARDWISE_")}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
+    command = [sys.executable, "-m", "shardwise.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _refusal(arguments: Sequence[str], folder: Path) -> str:
+    """What `shardwise train` says; fails unless it is a refusal with status 2 in time."""
     begin = time.monotonic()
-    answer = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    answer = _shardwise(["train", *arguments], folder)
     assert answer.returncode == 2, answer.stderr
     assert time.monotonic() - begin < _LIMIT_SECONDS
     assert answer.stdout == ""
@@ -87,8 +91,48 @@ def test_a_malformed_argument(arguments: list[str], words: list[str], root: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
-    [(["a.yaml", "b.yaml"], "more than one run.yaml"), (["--nonsense"], "--nonsense"), (["--devices", "x"], "devices")],
+    ("arguments", "words"),
+    [
+        (["train", "a.yaml", "b.yaml"], ["a.yaml, b.yaml", "more than one run.yaml"]),
+        (["train", "--nonsense"], ["--nonsense", "no such option", "shardwise train --help"]),
+        (["train", "--device-s", "3"], ["--device-s", "no such option", "--devices?"]),
+        (["train", "--devices", "x"], ["'--devices'", "integer"]),
+        (["train", "--devices"], ["--devices", "requires an argument"]),
+        (["trian"], ["'trian'", "'train'?"]),
+        (["generate"], ["Missing argument", "folder", "shardwise generate --help"]),
+    ],
+    ids=" ".join,
 )
-def test_wrong_usage_is_one_message_without_a_traceback(arguments: list[str], word: str, tmp_path: Path) -> None:
-    assert word in _refusal(arguments, tmp_path)
+def test_wrong_usage_is_one_line(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+    answer = _shardwise(arguments, tmp_path)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    line = _one_line(answer.stderr)
+    for word in words:
+        assert word.lower() in line.lower()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_help_is_no_error(arguments: list[str], tmp_path: Path) -> None:
+    answer = _shardwise(arguments, tmp_path)
+    assert answer.returncode == 0
+    assert "Usage: shardwise" in answer.stdout
+
+
+def test_a_bare_command_shows_its_help(tmp_path: Path) -> None:
+    answer = _shardwise([], tmp_path)
+    assert answer.returncode == 2
+    assert "Usage: shardwise" in answer.stdout
+
+
+@pytest.mark.parametrize(("raised", "code"), [(typer.Exit(143), 143), (KeyboardInterrupt(), 130), (typer.Abort(), 1)])
+def test_the_status_of_a_command_is_passed_on(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(tree: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(cli, "_train", command)
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == code

@@ -95,6 +95,14 @@ WRONG = [
     _row(
         "overwrite deletes the model", "output_dir={root}/used;model={root}/used/export;overwrite=true", "would delete"
     ),
+    _row("overwrite and resume", "overwrite=true;resume=auto", "overwrite = true", "resume = 'auto'"),
+    _row("early stopping without evaluation", "train.early_stopping_patience=2", "patience = 2", "eval.strategy"),
+    _row("unknown tracker", "log.report_to=[tensorbord]", "'tensorbord'", "tensorboard?"),
+    _row("profile steps malformed", "log.profile_steps=3..5", "'3..5'", "3-5,9"),
+    _row("profile steps backward", "log.profile_steps=5-3", "runs backward", "3-5"),
+    _row("profile steps twice", "log.profile_steps=3-5,4", "step 4 is named twice"),
+    _row("profile steps from zero", "log.profile_steps=0", "counted from 1"),
+    _row("profile steps out of range", "log.profile_steps=3,7;train.max_steps=5", "'3,7'", "has 5 steps", "1 to 5"),
     _row("no such checkpoint", "resume={root}/step-00000010", "step-00000010", "no such checkpoint"),
     _row("absent device", "device=npu", "device = 'npu'", "device=cpu", "SHARDWISE_DEVICE=cpu"),
 ]

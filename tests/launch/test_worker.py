@@ -13,6 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 def _torchrun(output_dir: Path, target: str) -> Job:
     prepare(output_dir)
+    (output_dir / "logs").mkdir()
+    for rank in (0, 1, 7):  # of an earlier run, which had more ranks
+        (output_dir / "logs" / f"error-rank-{rank}.json").write_text("{}")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
     where = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
     worker = ("-m", "shardwise.launch.worker", str(output_dir), f"tests.launch.targets:{target}")
@@ -25,6 +28,7 @@ def test_a_job_of_torchrun_ends_well(tmp_path: Path) -> None:
     job = _torchrun(tmp_path, "normal")
     assert job.process.returncode == 0, job.stderr
     assert (job.status()["state"], job.status()["exit_code"]) == ("done", 0)
+    assert not list(tmp_path.glob("logs/error-rank-*"))
     assert "printed by rank 0" in job.stdout
     assert "printed by rank 1" not in job.stdout
     assert "written by rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
@@ -34,5 +38,7 @@ def test_a_rank_that_raises_fails_a_job_of_torchrun(tmp_path: Path) -> None:
     job = _torchrun(tmp_path, "rank_1_raises_while_others_wait")
     assert job.process.returncode == 1
     assert "row 17 is not a row" in (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "row 17" in (tmp_path / "logs" / "error-rank-1.json").read_text()
+    assert not (tmp_path / "logs" / "error-rank-7.json").exists()
     status = job.status()
     assert (status["state"], status["rank"], status["error"]) == ("failed", 1, "row 17 is not a row")

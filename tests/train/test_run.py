@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAIN_KEYS = {
     *("kind", "step", "epoch", "loss", "grad_norm", "lr", "num_tokens", "num_input_tokens", "num_rows"),
-    *("step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes"),
+    *("step_seconds", "tokens_per_second", "mfu", "tflops_per_device", "peak_memory_bytes"),
 }
 STEPS = 6
 LONG_STEPS = 120  # some 3 s on two quiet cores: the signal must come in time
@@ -78,8 +78,8 @@ def test_a_run_leaves_what_the_contract_says(short: Job) -> None:
     assert [line["num_rows"] for line in steps] == [4] * STEPS
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6]
     assert all({"eval_loss", "eval_tokens"} <= set(line) for line in lines if line["kind"] == "eval")
-    status = {"state": "done", "exit_code": 0, "step": STEPS, "rank": None, "error": None, "checkpoint": None}
-    assert short.status() == status
+    nothing = {"rank": None, "error": None, "checkpoint": None, "reason": None}
+    assert short.status() == {"state": "done", "exit_code": 0, "step": STEPS} | nothing
     names = {"run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "export"}
     assert {path.name for path in short.output_dir.iterdir()} == names
     assert short.stdout == f"{short.output_dir / 'export'}\n"
@@ -116,6 +116,31 @@ def test_a_job_of_torchrun_makes_the_same_run(short: Job, tmp_path: Path) -> Non
         assert job.wait() == 0, job.stderr
     assert job.status() == short.status()
     assert _weights(output_dir) == _weights(short.output_dir)
+
+
+def test_a_loss_that_is_no_number_fails_the_job_by_step_and_rows(inputs: Path, tmp_path: Path) -> None:
+    train = {"global_batch_size": 4, "max_steps": 9, "optimizer": "sgd", "learning_rate": 1e30, "max_grad_norm": None}
+    with _shardwise(_configure(inputs, tmp_path / "out", train, data={"shuffle": False})) as job:
+        assert job.wait() == 3
+    status = job.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 3, 1)
+    assert "NonFiniteLossError: step 2: loss " in status["error"]
+    assert "rows of lines 5-8" in status["error"]
+    assert status["error"] in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_early_stopping_is_a_regular_end_and_says_why(inputs: Path, tmp_path: Path) -> None:
+    train = {"global_batch_size": 4, "max_steps": 9, "learning_rate": 0.0, "early_stopping_patience": 2}
+    evaluation = {"strategy": "steps", "steps": 1}
+    config = _configure(inputs, tmp_path / "out", train, data={"eval": str(inputs / "rows.jsonl")}, eval=evaluation)
+    with _shardwise(config) as job:
+        assert job.wait() == 0, job.stderr
+    status = job.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 3)
+    assert status["reason"].startswith("early stopping: 2 evaluations in a row")
+    assert f"ended: {status['reason']}" in job.stderr
+    assert job.stdout == f"{job.output_dir / 'export'}\n"
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(inputs: Path, tmp_path: Path) -> None:
