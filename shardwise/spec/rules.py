@@ -17,7 +17,7 @@ from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
 from shardwise.spec.run import RunConfig
 
-DATA_FORMATS = ("auto", "tokens", "messages")
+DATA_FORMATS = ("auto", "tokens", "messages", "pairs")
 
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -40,9 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "log.report_to": (None, "none", ()),
     "log.profile_steps": (None,),
     "restarts": (0,),
-    "nnodes": (1,),
-    "node_rank": (0,),
-    "rdzv_endpoint": (None,),
     "cluster": (None,),
 }
 

@@ -53,6 +53,7 @@ class Trainer:
         self.total_steps = run.train.max_steps or state.step + left
         self.metrics = MetricsFile(self.folder, state.step) if self.is_main else None
         self.view = ProgressView(parts.context.terminal, self.total_steps, run.log.steps, state.step)
+        self.losses: list[float | None] = []  # of the steps made here, the same on every rank
         self._began, self._first_step = time.monotonic(), state.step
 
     def train(self) -> str | None:
@@ -99,6 +100,7 @@ class Trainer:
         )
         seconds = time.perf_counter() - began
         updated = result.loss is not None
+        self.losses.append(result.loss)
         self.state = TrainState(self.state.step + 1, self.state.num_updates + updated, batch.next_state)
         # A step without supervised tokens exchanges nothing; the request is heard at the next one.
         stop, *peaks = result.notes or [0.0, *peaks]
@@ -182,15 +184,13 @@ class Trainer:
             update_status(self.folder, checkpoint=str(path.relative_to(self.folder)))
             self.view.say(f"saved {path}")
 
-    def export(self) -> None:
-        """Write ``export``: a Hugging Face folder, or with adapters one in PEFT's format."""
-        loaded = self.parts.loaded
+    def export(self, folder: Path | None = None) -> None:
+        """Write ``export`` or another folder: a Hugging Face folder, or with adapters one in PEFT's format."""
+        loaded, target = self.parts.loaded, folder or self.folder / "export"
         if loaded.adapters is not None:
-            write_whole(self.folder / "export", self._write_adapter)
+            write_whole(target, self._write_adapter)
             return
-        export_model(
-            Path(self.parts.run.model), self.folder / "export", loaded.shapes, loaded.model.shards, loaded.export_dtype
-        )
+        export_model(Path(self.parts.run.model), target, loaded.shapes, loaded.model.shards, loaded.export_dtype)
 
     def _write_adapter(self, folder: Path) -> None:
         loaded = self.parts.loaded

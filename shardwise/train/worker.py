@@ -9,6 +9,7 @@ import torch
 
 from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
+from shardwise.data.memory import MemoryData
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
@@ -33,14 +34,21 @@ def train(context: WorkerContext) -> dict[str, Any]:
     """
     run = parse_run(load_yaml(context.output_dir / "run.yaml"))
     plan = Plan.load(context.output_dir / "plan.json")
-    parts = build_parts(run, plan, context)
-    trainer = Trainer(parts, _start(parts))
-    stopped = trainer.train()
+    stopped = make_trainer(run, plan, context).train()
     return {"stopped": stopped} if stopped else {}
 
 
-def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerParts:
-    """Rows first (a refusal costs no weights), then the model, then the optimizer."""
+def make_trainer(run: RunConfig, plan: Plan, context: WorkerContext, memory: MemoryData | None = None) -> Trainer:
+    """The trainer of a run, where it begins or goes on; ``memory`` as for :func:`build_parts`."""
+    parts = build_parts(run, plan, context, memory)
+    return Trainer(parts, _start(parts))
+
+
+def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: MemoryData | None = None) -> TrainerParts:
+    """Rows first (a refusal costs no weights), then the model, then the optimizer.
+
+    ``memory`` gives what a script holds instead of files.
+    """
     device = torch.device(plan.device_type, context.local_rank) if plan.device_type != "cpu" else torch.device("cpu")
     mesh = build_mesh(plan.strategy, device)
 
@@ -50,11 +58,14 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
 
     check_adapters(run)
     assert run.data.train is not None
-    rows = read_rows(run.data.train, run, plan, say)
+    rows = read_rows(run.data.train, run, plan, say, memory)
     loader = make_loader(rows, run, plan, mesh)
     if loader.dropped_rows:
         say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
-    eval_rows = read_rows(run.data.eval, run, plan, say) if run.data.eval else None
+    if len(rows) < plan.global_batch_size and not loader.dropped_rows:
+        few = f"{len(rows)} rows are fewer than the global batch of {plan.global_batch_size}"
+        say(f"data: {few}: each epoch is one step with all of them")
+    eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
     meter = MemoryMeter(device)
     loaded, plan = load_model(run, plan, mesh)
     if loaded.adapters is not None:
@@ -76,6 +87,7 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
 
 
 def _start(parts: TrainerParts) -> TrainState:
+    """Where the run begins: at its start, or where the checkpoint that ``resume`` names stands (loaded in place)."""
     checkpoint = find_checkpoint(parts.run)
     if checkpoint is None:
         return TrainState()
