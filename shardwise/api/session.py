@@ -19,6 +19,7 @@ from shardwise.report.console import show_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
+from shardwise.spec.strategy import AXES
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import Status, update_status, write_status
 from shardwise.train.step import evaluate
@@ -53,7 +54,7 @@ class Session:
         self.context = worker.settle(Path(self.run.output_dir))
         self._tokenizer = None if isinstance(tokenizer, str) else tokenizer
         with _Telling(worker, self.context):
-            self._show()
+            self._show(tree.get("strategy") or {})
             worker.open_group(self.plan.device_type)
             memory = MemoryData(held, self._tokenizer)
             self._trainer = make_trainer(self.run, self.plan, self.context, memory)
@@ -105,10 +106,18 @@ class Session:
         if self.context.terminal is not None:
             print(text, file=self.context.terminal, flush=True)
 
-    def _show(self) -> None:
-        if self.context.terminal is not None:
-            console = Console(file=self.context.terminal)
-            show_plan(self.run, self.plan, console)
+    def _show(self, given: Mapping[str, Any]) -> None:
+        if self.context.terminal is None:
+            return
+        console = Console(file=self.context.terminal)
+        show_plan(self.run, self.plan, console)
+        known = {name for name, value in given.items() if value is not None}
+        known |= {"pp"} if "stages" in known else set()
+        known |= {"dp_replicate", "dp_shard"} if "dp" in known else set()
+        filled = [f"{axis} {getattr(self.plan.strategy, axis)}" for axis in AXES if axis not in known]
+        if filled:
+            rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
+            console.print(f"[bold]filled[/]    {', '.join(filled)} ({rule})", highlight=False)
 
 
 def _names(tree: dict[str, Any]) -> set[str]:

@@ -91,7 +91,7 @@ def load_rows(
     if not records:
         raise ConfigError(name, "the data file holds no rows" if path.suffix else "holds no rows")
     kind = _kind(records, data.format)
-    encode = _encoder(kind, run, vocab_size, tokenizer, max_positions, notify)
+    encode = _encoder(kind, run, vocab_size, tokenizer, max_positions, lambda text: notify(f"{name}: {text}"))
     limit = _Limit.of(data.max_length, max_positions)
     sorted_ = _sort(records, kind, encode, limit, data.on_long)
     if sorted_.bad and (data.on_bad_rows == "refuse" or not sorted_.rows):

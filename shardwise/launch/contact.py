@@ -77,7 +77,7 @@ def find_script(main: ModuleType, argv: list[str]) -> Script:
     if hasattr(builtins, "get_ipython") or hasattr(sys, "ps1"):
         raise ConfigError("start from a notebook or a prompt", rule.format("none"), remedy)
     file = getattr(main, "__file__", None)
-    if file is None:
+    if file is None or not Path(file).is_file():  # of standard input it is <stdin>
         where = "python -c" if argv[:1] == ["-c"] else "standard input"
         raise ConfigError(f"start from {where}", rule.format("none"), remedy)
     if _is_installed(Path(file)):

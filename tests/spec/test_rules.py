@@ -45,9 +45,6 @@ NOT_BUILT = [
     "log.report_to=wandb",
     "log.profile_steps='2-4'",
     "restarts=1",
-    "nnodes=2",
-    "node_rank=1",
-    "rdzv_endpoint=host:29500",
     "cluster=atlas",
 ]
 
