@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 
 SECTION = "parallel_config"
 # Name -> the dotted key that it stands for.
-_KEYS = {
+KEYS = {
     "data_parallel": "strategy.dp",
     "model_parallel": "strategy.tp",
     "pipeline_stage": "strategy.pp",
@@ -36,14 +36,14 @@ def translate(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return {key: value for key, value in tree.items() if key != SECTION}, []
     given = tree[SECTION]
     if not isinstance(given, dict):
-        raise ConfigError(f"{SECTION} = {given!r}", "is a section of keys, not a value", f"Such as {', '.join(_KEYS)}")
+        raise ConfigError(f"{SECTION} = {given!r}", "is a section of keys, not a value", f"Such as {', '.join(KEYS)}")
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items() if key != SECTION}
     notes = []
     for name, value in given.items():
         if value is None:
             continue
-        if name in _KEYS:
-            put(result, _KEYS[name], value, f"{SECTION}.{name}")
+        if name in KEYS:
+            put(result, KEYS[name], value, f"{SECTION}.{name}")
         elif name == "optimizer_shard":
             # The optimizer's state is split over the data ranks, or whole on each of them.
             _check_switch(name, value)
@@ -51,7 +51,7 @@ def translate(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif name in _NO_EFFECT:
             notes += _without_effect(name, value)
         else:
-            known = [*_KEYS, *_SWITCHES, *_NO_EFFECT]
+            known = [*KEYS, *_SWITCHES, *_NO_EFFECT]
             near = nearest(str(name), known)
             remedy = f"Did you mean {SECTION}.{near}?" if near else f"Known keys here: {', '.join(known)}"
             raise ConfigError(f"{SECTION}.{name} = {value!r}", "unknown key", remedy)
