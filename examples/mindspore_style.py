@@ -49,6 +49,7 @@ def main() -> None:
         batch_size=2,
         epochs=2,
         learning_rate=2e-4,
+        use_lora=True,
         save_strategy="epoch",
         logging_steps=1,
     )

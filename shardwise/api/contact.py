@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from shardwise.api.ambient import AMBIENT
 from shardwise.errors import ConfigError
@@ -15,9 +14,9 @@ __all__ = [
     "DEVICE_VARIABLE",
     "contact",
     "device_override",
+    "devices_said",
     "processes_without_trainer",
     "rank_here",
-    "said_device_num",
 ]
 
 
@@ -46,16 +45,17 @@ def contact(count: Callable[[], int], devices: int | None) -> Place:
     return place
 
 
-def said_device_num(device_num: int | None, tree: dict[str, Any]) -> None:
-    """Set ``devices`` to the script's ``device_num``; what the command line or the Trainer says must be the same.
+def devices_said(device_num: int | None, in_trainer: int | None = None) -> int | None:
+    """The number of processes that the script's ``device_num``, the command line and the Trainer ask for, if any does.
 
     Raises:
-        ConfigError: two different numbers. (MindSpore goes on, and scales gradients wrongly.)
+        ConfigError: ``device_num`` is not what another asks for, or what the job has. (MindSpore goes on, and scales
+            gradients wrongly.)
     """
-    if device_num is None:
-        return
     preset = preset_tree(os.environ).get("devices")
-    for source, other in (("--devices", preset), ("devices", tree.get("devices"))):
+    if device_num is None:
+        return preset or in_trainer
+    for source, other in (("--devices", preset), ("devices", in_trainer)):
         if other not in (None, device_num):
             rule = "must be equal: the script counts on this number of processes"
             raise ConfigError(f"device_num = {device_num} and {source} = {other}", rule, f"Use {device_num} for both")
@@ -63,7 +63,7 @@ def said_device_num(device_num: int | None, tree: dict[str, Any]) -> None:
     if place is not None and place.world_size != device_num:
         rule = f"the job has {place.world_size} processes"
         raise ConfigError(f"device_num = {device_num}", rule, f"Start {device_num} processes")
-    tree["devices"] = device_num
+    return device_num
 
 
 def processes_without_trainer() -> int:

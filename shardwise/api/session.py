@@ -77,7 +77,7 @@ class Session:
             if self.run.save.export:
                 export = self.context.output_dir / "export"
                 self._save_tokenizer(export)
-                self._say(f"exported model: {export}")
+                self._say(f"exported {'adapter' if self.run.lora else 'model'}: {export}")
         if self.context.rank == 0:
             update_status(self.context.output_dir, state="done", exit_code=0)
         return list(self._trainer.losses)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.api.ambient import AMBIENT
 from shardwise.api.arguments import TrainingArguments
 from shardwise.api.auto import AutoModel, ModelHandle
-from shardwise.api.contact import contact, said_device_num
+from shardwise.api.contact import contact, devices_said
 from shardwise.api.messages import unknown
 from shardwise.config import apply_overrides
 from shardwise.data.memory import EVAL_ROWS, TRAIN_ROWS
@@ -169,9 +169,10 @@ class Trainer:
             tree.setdefault("data", {}).setdefault(key, value)
         if isinstance(self._tokenizer, str):
             put(tree, "tokenizer", self._tokenizer, "Trainer(tokenizer)")
-        entries = presets(os.environ)
-        said_device_num(AMBIENT.device_num, tree)
-        return apply_overrides(tree, entries)
+        if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
+            tree["data"]["train"] = tree["data"]["eval"]
+        tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
+        return apply_overrides(tree, presets(os.environ))
 
 
 def _is_path(rows: Any) -> bool:

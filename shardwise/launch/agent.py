@@ -122,7 +122,7 @@ def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = N
     """
     job_dir = Path(tempfile.mkdtemp(prefix="shardwise-"))
     work = Work(job_dir, script, num_processes, nodes or Nodes())
-    outcome = _launch(work, {})
+    outcome = _launch(work, {forkserver.PRELOAD_MORE: "peft"})  # a script may ask for adapters
     code = _tell(work, outcome)
     if work.folder != job_dir or outcome.changes["state"] != "failed":
         shutil.rmtree(job_dir, ignore_errors=True)

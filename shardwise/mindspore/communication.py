@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardwise.api.ambient import AMBIENT
-from shardwise.api.contact import contact, processes_without_trainer, said_device_num
+from shardwise.api.contact import contact, devices_said, processes_without_trainer
 from shardwise.errors import ConfigError
 from shardwise.launch.place import Place
 from shardwise.log import say
@@ -31,9 +29,8 @@ def init(backend_name: str | None = None) -> None:
         raise ConfigError(f"backend_name = {backend_name!r}", f"must be one of {names}", "Leave it out")
     if backend_name is not None:
         say(f"init(backend_name={backend_name!r}) has no effect: the backend follows from the device")
-    tree: dict[str, Any] = {}
-    said_device_num(AMBIENT.device_num, tree)
-    _Holder.place = contact(lambda: tree.get("devices") or processes_without_trainer(), tree.get("devices"))
+    devices = devices_said(AMBIENT.device_num)
+    _Holder.place = contact(lambda: devices or processes_without_trainer(), devices)
 
 
 def release() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.api.ambient import AMBIENT
-from shardwise.api.contact import DEVICE_VARIABLE, device_override, rank_here, said_device_num
+from shardwise.api.contact import DEVICE_VARIABLE, device_override, devices_said, rank_here
 from shardwise.api.messages import unknown
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import choose_device
@@ -242,7 +242,7 @@ def _apply() -> None:
     if mode in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL) and stages not in (None, 1):
         raise ConfigError(f"pipeline_stages = {stages}", f"parallel_mode {mode} has one stage", "Leave it out")
     AMBIENT.device_num = 1 if mode == ParallelMode.STAND_ALONE else device_num
-    said_device_num(AMBIENT.device_num, {})
+    devices_said(AMBIENT.device_num)
     AMBIENT.micro_batch_num = said.get("micro_batch_num")
     group = said.get("gradient_aggregation_group")
     AMBIENT.set("strategy.gradient_aggregation_group", group, "gradient_aggregation_group")

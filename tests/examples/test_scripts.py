@@ -47,6 +47,9 @@ def test_the_script_in_mindspore_style_trains_on_eight_processes_in_four_stages(
     assert any("no chat template" in line for line in shown)
     names = [path.name for path in sorted((job.output_dir / "checkpoints").iterdir())]
     assert names == ["step-00000001", "step-00000002"]
+    for name in names:
+        assert (job.output_dir / "checkpoints" / name / "adapter" / "adapter_model.safetensors").is_file()
+    assert (job.output_dir / "export" / "adapter_config.json").is_file()
     plan = json.loads((job.output_dir / "plan.json").read_text())
     assert (plan["devices"], plan["strategy"]["pp"], plan["strategy"]["dp_shard"]) == (8, 4, 2)
     assert (plan["global_batch_size"], plan["strategy"]["micro_batch_size"]) == (16, 2)

@@ -166,6 +166,30 @@ def test_a_command_line_over_two_machines_trains_the_same(inputs: Path, tmp_path
     assert (second.stdout, second.stderr) == ("", "")
 
 
+def test_evaluation_alone_and_a_second_trainer(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
+    """What is evaluated before and after training by Trainers of their own, in one job."""
+    text = """
+strategy = {"pp": 1, "tp": 2, "dp_replicate": 1, "dp_shard": 1}
+def evaluate(model, name):
+    arguments = TrainingArguments(output_dir=f"{sys.argv[2]}-{name}", use_cpu=True)
+    return Trainer(model, arguments, eval_dataset=rows, strategy=strategy).evaluate()["eval_loss"]
+before = evaluate(folder / "model", "before")
+trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows, strategy=strategy)
+losses = [trainer.train().loss, before, trainer.evaluate()["eval_loss"]]
+trainer.save_model(sys.argv[2] + "-saved")
+losses.append(evaluate(sys.argv[2] + "-saved", "after"))
+print(json.dumps(losses))
+"""
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait() == 0, job.stderr
+    last, before, after, saved = json.loads(job.stdout.splitlines()[-1])
+    assert last == pytest.approx(expected[-1], rel=FP32_LOSS)
+    assert after == pytest.approx(saved, rel=FP32_LOSS)
+    assert after < before
+    for name in ("out-before", "out", "out-after"):
+        assert (tmp_path / name / "plan.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("end", "code", "state", "words"),
     [
