@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +40,24 @@ def train(
     """Train a model, split over processes as the strategy says."""
     options = {"model": model, "data.train": data, "devices": devices, "device": device, "output_dir": output_dir}
     raise typer.Exit(_train(_tree(settings or [], options)))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(help="a Python file")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="arguments of the script")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of processes, on all machines together")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or npu")] = None,
+    models_dir: Annotated[str | None, typer.Option(help="a folder of models")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="where results go")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="any other key=value; may be repeated")] = None,
+) -> None:
+    """Run a script that uses shardwise on all devices; options win over what the script says."""
+    from shardwise.launch.contact import run_script
+
+    options = {"devices": devices, "device": device, "models_dir": models_dir, "output_dir": output_dir}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    run_script(script, arguments or [], [*given, *(setting or [])])
 
 
 @app.command()
@@ -106,36 +122,27 @@ def _train(tree: dict[str, Any]) -> int:
     """Resolve, say what will run, launch, and say what came of it."""
     from shardwise.launch.agent import launch
     from shardwise.launch.forkserver import PRELOAD_MORE
-    from shardwise.launch.resolve import RESULTS, prepare
+    from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.resolve import prepare, write_run
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
-    from shardwise.spec.run import dump_run
 
     run, plan = prepare(tree)
-    output_dir = Path(run.output_dir)
-    if run.overwrite:
-        _remove(output_dir / name for name in RESULTS)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
-    plan.save(output_dir / "plan.json")
+    nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
+    output_dir = Path(run.output_dir) if nodes.rank else write_run(run, plan)
     console = Console(stderr=True)
+    env = {PRELOAD_MORE: "peft"} if run.lora else None
+    if nodes.rank:  # machine 0 makes the folder and tells how the run went
+        output_dir.mkdir(parents=True, exist_ok=True)
+        return launch(output_dir, plan.devices, env=env, nodes=nodes)
     show_plan(run, plan, console)
-    code = launch(output_dir, plan.devices, env={PRELOAD_MORE: "peft"} if run.lora else None)
+    code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     export = output_dir / "export"
     if code == 0 and run.save.export:
         print("exported adapter:" if run.lora else "exported model:", file=sys.stderr, flush=True)
         print(export, flush=True)
         show_answers(run, plan, export, console)
     return code
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    """Delete files and folders, those that there are."""
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.exists():
-            path.unlink()
 
 
 # The base of the parser's errors, under whatever name this version of typer keeps it.

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 
 from shardwise import cli
+from shardwise.api import fields
 from shardwise.config import NOT_AVAILABLE, apply_overrides
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import prepare
-from shardwise.spec import rules
+from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig, RunConfig
 from tests.fixtures import make_model, make_rows
@@ -189,10 +191,33 @@ def names_the_environment(command: str, workspace: Path, monkeypatch: pytest.Mon
     assert f"VENV := {folder[1]}\n" in read(ROOT / "Makefile")
 
 
+def starts_a_script(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, by torchrun or by us: the script is there, and the entries are keys. tests/examples runs them."""
+    from shardwise.launch import contact
+
+    add_examples(workspace)
+    program, *words = shlex.split(command)
+    if program != "shardwise":
+        script = next(word for word in words if word.endswith(".py"))
+        assert (workspace / script).is_file()
+        assert program in ("python", "torchrun")
+        return
+    started: list[tuple[Path, list[str], list[str]]] = []
+    monkeypatch.setattr(contact, "run_script", lambda *arguments: started.append(arguments))
+    result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    ((path, arguments, entries),) = started
+    assert path.is_file()
+    assert words[-len(arguments) :] == arguments or not arguments
+    assert rules.parse_run(apply_overrides({"model": "x"}, entries))
+
+
 Check = Callable[[str, Path, pytest.MonkeyPatch], None]
 OWN_RUN = "shardwise train --model DIR --data FILE.jsonl tp=2 pp=2"
 SAVING_RUN = f"{OWN_RUN} save.strategy=steps save.steps=100"
 RESUMED_RUN = "shardwise train output/run.yaml resume=auto"
+EXAMPLE = "examples/train.py models/SmolLM2-135M-Instruct examples/data/chat.jsonl"
+MEETING = "rdzv_endpoint=10.0.0.1:29400"
 GENERATE = 'shardwise generate output/export "Why is a model split?"'
 COMMANDS: dict[str, Check] = {
     "make train": makes_a_valid_run,
@@ -210,6 +235,16 @@ COMMANDS: dict[str, Check] = {
     "shardwise train run.yaml data.eval=FILE.jsonl eval.strategy=epoch train.early_stopping_patience=2": is_valid_run,
     "shardwise train run.yaml log.profile_steps=3-5": is_valid_run,
     "shardwise train --help": shows_help,
+    f"shardwise train --model DIR --data FILE.jsonl nnodes=2 node_rank=0 {MEETING} devices=16 pp=2": is_valid_run,
+    f"python {EXAMPLE}": starts_a_script,
+    f"shardwise run --device cpu {EXAMPLE}": starts_a_script,
+    "shardwise run --device cpu --set tp=3 --set pp=1 --set dp_shard=1 examples/train.py DIR FILE.jsonl": (
+        starts_a_script
+    ),
+    "torchrun --nproc-per-node 4 examples/train.py DIR FILE.jsonl": starts_a_script,
+    "shardwise run --devices 16 --set nnodes=2 --set node_rank=1 "
+    f"--set {MEETING} examples/train.py DIR FILE.jsonl": starts_a_script,
+    "shardwise run --device cpu --models-dir models examples/mindspore_style.py": starts_a_script,
     GENERATE: answers,
     f"{OWN_RUN} use_lora=true": is_valid_run,
     "shardwise export --merge output merged": merges,
@@ -229,9 +264,34 @@ def test_commands_stand_in_bash_blocks() -> None:
     """A command in a block of another language would escape the table."""
     for page in PAGES:
         for language, text in blocks(page):
-            assert language in ("bash", "yaml", "text", "json"), f"{name(page)}: a block of {language or 'no language'}"
+            assert language in ("bash", "yaml", "text", "json", "python"), (
+                f"{name(page)}: a block of {language or 'no language'}"
+            )
             if language != "bash":
                 assert not re.search(r"^\s*(\$ )?(shardwise|make|python|pip) ", text, re.MULTILINE), name(page)
+
+
+def test_python_blocks_stand_in_an_example() -> None:
+    """So they are run by the tests of the examples."""
+    examples = [textwrap.dedent(read(path)) for path in (ROOT / "examples").glob("*.py")]
+    bodies = [re.sub(r"^    ", "", text, flags=re.MULTILINE) for text in examples]
+    for page in PAGES:
+        for language, text in blocks(page):
+            assert language != "python" or any(text in body for body in bodies), name(page)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_field_of_training_arguments_is_listed(language: str) -> None:
+    page = read(ROOT / f"docs/{language}/scripts.md")
+    for field in (*fields.HONOURED, *fields.HARMLESS, *fields.REFUSED):
+        assert f"`{field}`" in page, field
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_name_of_mindformers_is_listed(language: str) -> None:
+    page = read(ROOT / f"docs/{language}/contract.md")
+    for alias, key in aliases.KEYS.items():
+        assert f"| `{alias}` | `{key}` |" in page
 
 
 def test_a_wrong_command_is_noticed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,27 @@ from typing import Any, Literal
 import numpy as np
 
 IGNORED = -100  # a label with this value is not supervised
-Format = Literal["tokens", "messages"]
-FORMATS: tuple[Format, ...] = ("tokens", "messages")
-_KEY: dict[Format, str] = {"tokens": "input_ids", "messages": "messages"}
+Format = Literal["tokens", "messages", "pairs"]
+FORMATS: tuple[Format, ...] = ("tokens", "messages", "pairs")
+# Columns of a question and its answer; the first pair that a row has counts.
+PAIR_KEYS = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("input", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+)
+_KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
+    "tokens": (("input_ids",),),
+    "messages": (("messages",),),
+    "pairs": PAIR_KEYS,
+}
 
 # What rows of other tools look like: the keys that give them away, and their name.
 _FOREIGN = (
     ({"conversations"}, "a ShareGPT conversation"),
     ({"chosen", "rejected"}, "a preference pair"),
-    ({"instruction", "output"}, "an Alpaca instruction"),
-    ({"prompt", "completion"}, "a prompt with its completion"),
     ({"text"}, "plain text for pretraining"),
 )
 
@@ -38,18 +49,28 @@ class Tokens:
 def format_of(value: Any) -> Format | None:
     """The format of one parsed row, None if it is none that can be read."""
     if isinstance(value, dict):
-        for name, key in _KEY.items():
-            if key in value:
+        for name in FORMATS:
+            if _has(value, name):
                 return name
     return None
 
 
+def _has(value: dict[str, Any], name: Format) -> bool:
+    return any(set(keys) <= value.keys() for keys in _KEYS[name])
+
+
 def check_format(value: Any, expected: Format | None) -> None:
     """Raise :class:`BadRow`, saying what the row looks like, unless it has the ``expected`` format."""
-    if expected is not None and isinstance(value, dict) and _KEY[expected] in value:
+    if expected is not None and isinstance(value, dict) and _has(value, expected):
         return
-    wanted = f'"{_KEY[expected]}"' if expected else " or ".join(f'"{key}"' for key in _KEY.values())
+    wanted = " or ".join(_wanted(name) for name in ([expected] if expected else FORMATS))
     raise BadRow(f"{_looks_like(value)}; expected an object with {wanted}")
+
+
+def _wanted(name: Format) -> str:
+    if name == "pairs":
+        return "two texts (" + ", ".join("/".join(keys) for keys in PAIR_KEYS) + ")"
+    return f'"{_KEYS[name][0][0]}"'
 
 
 def _looks_like(value: Any) -> str:

@@ -24,6 +24,7 @@ from shardwise.data.format import (
     format_of,
     read_tokens,
 )
+from shardwise.data.pairs import PairEncoder
 from shardwise.data.source import Record, read_records, show
 from shardwise.errors import ConfigError
 from shardwise.spec.run import RunConfig
@@ -84,13 +85,15 @@ def load_rows(
     vocab_size: int,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     max_positions: int | None = None,
+    records: list[Record] | None = None,
     notify: Notify = _log.warning,
 ) -> list[Row]:
     """The rows of ``path`` that the run uses, in file order.
 
     Args:
+        records: what stands in for the file's content; ``path`` is then no more than its name in messages.
         vocab_size: rows of the model's embedding; every id is below it.
-        tokenizer: gives the tokenizer; called only if the rows are messages.
+        tokenizer: gives the tokenizer; called only if the rows are text.
         max_positions: longest row that the model can take; ``data.max_length`` can only lower it.
         notify: told, in one line each, of rows that are skipped, dropped or truncated.
 
@@ -99,11 +102,12 @@ def load_rows(
             long (unless ``data.on_long`` says what to do with them), or a set in which nothing can be learned.
     """
     data, name = run.data, show(path)
-    records = read_records(path, data.max_samples)
+    if records is None:
+        records = read_records(path, data.max_samples)
     if not records:
-        raise ConfigError(name, "the data file holds no rows")
+        raise ConfigError(name, "the data file holds no rows" if path.suffix else "holds no rows")
     kind = _kind(records, data.format)
-    encode = _encoder(kind, run, vocab_size, tokenizer, max_positions)
+    encode = _encoder(kind, run, vocab_size, tokenizer, max_positions, lambda text: notify(f"{name}: {text}"))
     limit = _Limit.of(data.max_length, max_positions)
     sorted_ = _sort(records, kind, encode, limit, data.on_long)
     if sorted_.bad and (data.on_bad_rows == "refuse" or not sorted_.rows):
@@ -160,13 +164,20 @@ def _encoder(
     vocab_size: int,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     max_positions: int | None,
+    notify: Notify,
 ) -> Callable[[dict[str, Any]], Tokens]:
-    if kind != "messages":
+    if kind not in ("messages", "pairs"):
         return lambda value: read_tokens(value, vocab_size, max_positions)
-    chat = ChatEncoder(tokenizer(), run.chat_template)
+    encoder: ChatEncoder | PairEncoder
+    if kind == "messages":
+        encoder = ChatEncoder(tokenizer(), run.chat_template)
+    else:
+        encoder = PairEncoder(tokenizer(), run.chat_template)
+        if encoder.is_plain:
+            notify("the tokenizer has no chat template: a row is its question, a line break, and its answer")
 
     def encode(value: dict[str, Any]) -> Tokens:
-        tokens = chat(value)
+        tokens = encoder(value)
         check_ids(tokens.input_ids, vocab_size, "the tokenizer's id")
         return tokens
 

@@ -1,4 +1,4 @@
-"""The launcher: starts the workers of a job on this machine, and says how it ended.
+"""The launcher: starts the workers of a job, or this machine's part of them, and says how it ended.
 
 Imports no torch by itself: the fork server is to start first.
 """
@@ -6,13 +6,15 @@ Imports no torch by itself: the fork server is to start first.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,9 @@ from shardwise.config import load_yaml
 from shardwise.errors import LaunchError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import find_culprit, read_errors
+from shardwise.launch.nodes import local_processes
+from shardwise.launch.place import Nodes
+from shardwise.launch.script import Script, output_of
 from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.log import loggers_to_file, say
@@ -48,45 +53,111 @@ class Outcome:
         return code
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the workers run, where, and on how many machines.
+
+    Attributes:
+        start: folder of the launcher's log, and of everything else until a script names another.
+        target: ``module:function`` that takes a :class:`WorkerContext`, or a script.
+        devices: number of workers on all machines together.
+    """
+
+    start: Path
+    target: str | Script
+    devices: int
+    nodes: Nodes = field(default_factory=Nodes)
+
+    @property
+    def folder(self) -> Path:
+        """Where logs, errors and status lie now."""
+        found = output_of(self.start) if isinstance(self.target, Script) else None
+        return found or self.start
+
+    @property
+    def tells(self) -> bool:
+        """Whether this launcher keeps ``status.json``: that of machine 0 does."""
+        return self.nodes.rank == 0
+
+    def grace_seconds(self) -> float | None:
+        """Seconds that a stop may take; None while there is nothing to save, in a script that does not train yet."""
+        path = self.folder / "run.yaml"
+        if isinstance(self.target, Script) and not path.exists():
+            return None
+        return SaveConfig.model_validate(load_yaml(path).get("save") or {}).grace_seconds
+
+
 def launch(
-    output_dir: Path, num_processes: int, *, target: str = DEFAULT_TARGET, env: dict[str, str] | None = None
+    output_dir: Path,
+    num_processes: int,
+    *,
+    target: str = DEFAULT_TARGET,
+    env: dict[str, str] | None = None,
+    nodes: Nodes | None = None,
 ) -> int:
-    """Run a job on this machine and wait for its end. To be called on the main thread, before torch is imported.
+    """Run a job and wait for its end. To be called on the main thread, before torch is imported.
 
     Args:
-        output_dir: folder of the run, with ``run.yaml`` and ``plan.json``.
-        num_processes: number of workers.
+        output_dir: folder of the run, with ``run.yaml`` and ``plan.json``; the same one on all machines.
+        num_processes: number of workers, on all machines together.
         target: ``module:function`` that each worker calls with its :class:`WorkerContext`. What rank 0 returns may
             hold ``stopped``: the name of the signal that it stopped for.
         env: variables for the workers, on top of this process's environment.
+        nodes: the machines, if there are more than this one.
 
     Returns:
         The exit status of the contract: 0 done, 2 refused, 3 failed, 130 or 143 stopped; that of ``sys.exit`` if a
         worker called it. The reason of any other than 0 is in ``status.json`` and was shown once on stderr.
     """
+    work = Work(output_dir.resolve(), target, num_processes, nodes or Nodes())
+    outcome = _launch(work, env or {})
+    return _tell(work, outcome)
+
+
+def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = None) -> int:
+    """Run a script in each of ``num_processes`` workers and wait for their end; as :func:`launch` otherwise.
+
+    Logs and status go to the output folder of the script's Trainer. A script that has none leaves its logs only if
+    it fails, in a folder that the message names.
+    """
+    job_dir = Path(tempfile.mkdtemp(prefix="shardwise-"))
+    work = Work(job_dir, script, num_processes, nodes or Nodes())
+    outcome = _launch(work, {forkserver.PRELOAD_MORE: "peft"})  # a script may ask for adapters
+    code = _tell(work, outcome)
+    if work.folder != job_dir or outcome.changes["state"] != "failed":
+        shutil.rmtree(job_dir, ignore_errors=True)
+    return code
+
+
+def _launch(work: Work, env: dict[str, str]) -> Outcome:
     assert threading.current_thread() is threading.main_thread(), "signals can be taken on the main thread only"
-    output_dir = output_dir.resolve()
-    _prepare(output_dir, num_processes)
+    num_local = local_processes(work.devices, work.nodes)
+    _prepare(work)
     with ExitStack() as stack:
         listener = stack.enter_context(StopListener())
-        stack.enter_context(forkserver.environment(_variables(num_processes, os.environ) | (env or {})))
+        stack.enter_context(forkserver.environment(_variables(num_local, os.environ, work.nodes) | env))
         stack.enter_context(forkserver.running())
-        outcome = _run(output_dir, target, num_processes, listener)
-    finish_status(output_dir, **outcome.changes)
+        return _run(work, num_local, listener)
+
+
+def _tell(work: Work, outcome: Outcome) -> int:
+    if work.tells:
+        finish_status(work.folder, **outcome.changes)
     if outcome.message:
         say(outcome.message)
     return outcome.exit_code
 
 
-def _prepare(output_dir: Path, num_processes: int) -> None:
+def _prepare(work: Work) -> None:
     """The folder of the logs, without the errors of an earlier run; and the status of a run that has begun."""
-    (output_dir / "logs").mkdir(exist_ok=True)
-    for path in output_dir.glob("logs/error-rank-*.json"):
-        path.unlink()
-    write_status(output_dir, Status(state="running"))
+    (work.start / "logs").mkdir(exist_ok=True)
+    if work.tells:
+        for path in work.start.glob("logs/error-rank-*.json"):
+            path.unlink()
+        write_status(work.start, Status(state="running"))
 
 
-def _variables(num_processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _variables(num_processes: int, environ: Mapping[str, str], nodes: Nodes) -> dict[str, str]:
     """Environment of the job, where the user has not set it.
 
     More OpenMP threads than cores, or threads that spin while they wait, take the cores from the other ranks.
@@ -97,18 +168,13 @@ def _variables(num_processes: int, environ: Mapping[str, str]) -> dict[str, str]
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if "lo" in (name for _, name in socket.if_nameindex()):
+    if nodes.is_local and "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here: no need to find this machine's address by its name
     return {name: value for name, value in values.items() if name not in environ}
 
 
-def _grace_seconds(output_dir: Path) -> float:
-    run = load_yaml(output_dir / "run.yaml")
-    return SaveConfig.model_validate(run.get("save") or {}).grace_seconds
-
-
-def _run(output_dir: Path, target: str, num_processes: int, listener: StopListener) -> Outcome:
-    log = output_dir / "logs" / "launcher.log"
+def _run(work: Work, num_local: int, listener: StopListener) -> Outcome:
+    log = work.start / "logs" / "launcher.log"
     # The engine must leave our signal handlers alone; its C++ side warns of what is normal here.
     quiet = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     try:
@@ -118,25 +184,30 @@ def _run(output_dir: Path, target: str, num_processes: int, listener: StopListen
             with loggers_to_file(("torch",), log):
                 if listener.signal_name:
                     return _stopped(listener.signal_name)
-                grace = _grace_seconds(output_dir)
-                result = elastic.run_workers(output_dir, target, num_processes, listener, grace)
+                result = elastic.run_workers(work, num_local, listener)
     except Exception as error:
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         return _failed(None, f"the workers could not be run: {type(error).__name__}: {error}", log)
-    return _judge(output_dir, num_processes, result)
+    return _judge(work, result, listener.signal_name)
 
 
-def _judge(output_dir: Path, num_processes: int, result: AgentResult) -> Outcome:
+def _judge(work: Work, result: AgentResult, signal_name: str | None) -> Outcome:
+    folder = work.folder
     if result.succeeded:
         stopped = (result.returned or {}).get("stopped")
-        return _stopped(stopped) if stopped else Outcome({"state": "done", "exit_code": 0})
+        if not stopped:
+            return Outcome({"state": "done", "exit_code": 0})
+        # Only rank 0 knows which signal it was; on another machine it may have been none of ours.
+        return _stopped(stopped if stopped in signal.Signals.__members__ else signal_name or "SIGTERM")
+    if result.nothing_to_save and signal_name:
+        return _stopped(signal_name)
     if result.stop_failed:
-        return _failed(None, result.stop_failed, log_path(output_dir, 0))
-    culprit = find_culprit(result.deaths, read_errors(output_dir, num_processes), num_processes)
+        return _failed(None, result.stop_failed, log_path(folder, 0))
+    culprit = find_culprit(result.deaths, read_errors(folder, work.devices), work.devices)
     state = "refused" if culprit.refused else "failed"
     changes: Changes = {"state": state, "exit_code": culprit.exit_code, "rank": culprit.rank, "error": culprit.message}
-    log = log_path(output_dir, culprit.rank or 0)
+    log = log_path(folder, culprit.rank or 0)
     return Outcome(changes, culprit.message if culprit.refused else f"{culprit.message}\nlog: {log}")
 
 

@@ -7,8 +7,7 @@ import signal
 import time
 import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -17,8 +16,13 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from shardwise.launch import script_worker, worker
+from shardwise.launch.place import Nodes
+from shardwise.launch.script import Script
 from shardwise.launch.stop import StopChannel, StopListener
-from shardwise.launch.worker import entry
+
+if TYPE_CHECKING:
+    from shardwise.launch.agent import Work
 
 _LOCAL = "127.0.0.1"  # the number, not the name: no name service and no IPv6 is needed
 _SHUTDOWN_SECONDS = 5
@@ -35,12 +39,14 @@ class AgentResult:
         returned: what rank 0 returned.
         deaths: exit codes of the ranks that ended before anything was sent to them, in the order seen.
         stop_failed: the workers were killed because a stop that was asked for did not end in time; the reason.
+        nothing_to_save: the workers were killed by a stop before there was anything to save.
     """
 
     succeeded: bool
     returned: dict[str, Any] | None = None
     deaths: dict[int, int] = field(default_factory=dict)
     stop_failed: str | None = None
+    nothing_to_save: bool = False
 
 
 class _NoRedirects(LogsSpecs):
@@ -63,16 +69,17 @@ class _NoRedirects(LogsSpecs):
 class _Agent(LocalElasticAgent):
     """Starts the workers of this node, passes a stop request on, and remembers who died by itself."""
 
-    def __init__(self, spec: WorkerSpec, listener: StopListener, grace_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, listener: StopListener, work: Work) -> None:
         super().__init__(spec, _NoRedirects(), start_method="forkserver", shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._listener, self._grace_seconds = listener, grace_seconds
+        self._listener, self._work = listener, work
         self._channel: StopChannel | None = None
         self.deaths: dict[int, int] = {}
         self.stop_failed: str | None = None
+        self.nothing_to_save = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_stop_on(worker_group)
-        if self.stop_failed:
+        if self.stop_failed or self.nothing_to_save:
             self._shutdown(signal.SIGKILL, timeout=_SHUTDOWN_SECONDS)
             return RunResult(state=WorkerState.FAILED)
         if self._note_deaths(worker_group):
@@ -107,6 +114,10 @@ class _Agent(LocalElasticAgent):
         name = self._listener.signal_name
         if name is None:
             return
+        grace = self._work.grace_seconds()
+        if self._channel is None and grace is None:
+            self.nothing_to_save = True
+            return
         if self._channel is None:
             assert worker_group.master_addr is not None
             assert worker_group.master_port is not None
@@ -114,8 +125,8 @@ class _Agent(LocalElasticAgent):
             self._channel.request(name)
         if self._listener.at_once:
             self.stop_failed = f"a second signal came after {name}, before the workers had stopped: nothing was saved"
-        elif self._listener.seconds_since() > self._grace_seconds:
-            limit = f"save.grace_seconds = {self._grace_seconds:g}"
+        elif grace is not None and self._listener.seconds_since() > grace:
+            limit = f"save.grace_seconds = {grace:g}"
             self.stop_failed = f"after {name} the workers did not save and leave within {limit}: they were killed"
 
     def _construct_event(
@@ -133,20 +144,44 @@ class _Agent(LocalElasticAgent):
         return Event(state, source=source)
 
 
-def run_workers(
-    output_dir: Path, target: str, num_processes: int, listener: StopListener, grace_seconds: float
-) -> AgentResult:
-    """Start the workers of a job on this node and wait for their end. None is left when this returns.
+def run_workers(work: Work, num_processes: int, listener: StopListener) -> AgentResult:
+    """Start the workers of this machine and wait for their end. None is left when this returns.
 
     Args:
-        output_dir: folder of the run.
-        target: ``module:function`` that each worker calls.
-        num_processes: number of workers.
+        work: what they run.
+        num_processes: number of workers on this machine.
         listener: takes the user's signals.
-        grace_seconds: how long the workers may take from a signal to their end.
     """
-    handler = get_rendezvous_handler(
-        RendezvousParameters(
+    handler = get_rendezvous_handler(_meeting(work.nodes))
+    is_script = isinstance(work.target, Script)
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=num_processes,
+        entrypoint=script_worker.entry if is_script else worker.entry,
+        args=(work.start, work.target),
+        rdzv_handler=handler,
+        max_restarts=0,
+        monitor_interval=_POLL_SECONDS,
+        local_addr=_LOCAL if work.nodes.is_local else None,
+    )
+    agent = _Agent(spec, listener, work)
+    try:
+        result = agent.run()
+    finally:
+        handler.shutdown()
+    values = {} if result.is_failed() else result.return_values
+    returned = values[min(values)] if values else None  # of the lowest rank here; rank 0's where it is here
+    return AgentResult(not result.is_failed(), returned, agent.deaths, agent.stop_failed, agent.nothing_to_save)
+
+
+def _meeting(nodes: Nodes) -> RendezvousParameters:
+    """Where the agents of all machines meet, and who is who.
+
+    Several machines use the static kind: it gives machine 0, where the user looks, the first ranks. The dynamic one
+    deals ranks out by its own order.
+    """
+    if nodes.endpoint is None:
+        return RendezvousParameters(
             backend="c10d",
             endpoint=f"{_LOCAL}:0",  # a port of the system's choice, so that jobs do not collide
             run_id=uuid.uuid4().hex,
@@ -154,21 +189,11 @@ def run_workers(
             max_nodes=1,
             local_addr=_LOCAL,
         )
+    return RendezvousParameters(
+        backend="static",
+        endpoint=nodes.endpoint,
+        run_id="shardwise",
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        rank=nodes.rank,
     )
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=num_processes,
-        entrypoint=entry,
-        args=(output_dir, target),
-        rdzv_handler=handler,
-        max_restarts=0,
-        monitor_interval=_POLL_SECONDS,
-        local_addr=_LOCAL,
-    )
-    agent = _Agent(spec, listener, grace_seconds)
-    try:
-        result = agent.run()
-    finally:
-        handler.shutdown()
-    returned = None if result.is_failed() else result.return_values[0]
-    return AgentResult(not result.is_failed(), returned, agent.deaths, agent.stop_failed)

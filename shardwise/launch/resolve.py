@@ -11,15 +11,20 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
 from shardwise.errors import ConfigError
-from shardwise.spec.model import check_weights, find_model, read_model
+from shardwise.launch.hub import locate_model
+from shardwise.launch.nodes import local_processes, nodes_of
+from shardwise.launch.place import Nodes
+from shardwise.log import say
+from shardwise.spec.aliases import translate
+from shardwise.spec.model import check_weights, read_model
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import LoraConfig, RunConfig, tracker_names
+from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 
 # What a run writes into its folder; `overwrite` removes these and nothing else.
@@ -33,8 +38,10 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
-def prepare(tree: dict[str, Any], *, command: str = "train") -> tuple[RunConfig, Plan]:
+def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = ()) -> tuple[RunConfig, Plan]:
     """The resolved run and its plan; ``command`` other than ``train`` needs no data and no output folder.
+
+    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files.
 
     The environment's SHARDWISE_DEVICE wins over ``device``; SHARDWISE_MODELS_DIR stands in for a
     missing ``models_dir``. In the run that comes back every default is filled in and ``model`` is the
@@ -43,21 +50,26 @@ def prepare(tree: dict[str, Any], *, command: str = "train") -> tuple[RunConfig,
     Raises:
         ConfigError, PlanError: what cannot run, before any weight or library is loaded.
     """
+    tree, notes = translate(tree)
     run = parse_run(tree)
-    folder = find_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
+    nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
+    folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
     model = read_model(folder)
     if run.model_init == "pretrained":
         check_weights(folder, model)
     device = choose_device(os.environ.get("SHARDWISE_DEVICE") or run.device)
     if command == "train":
-        check_data(run)
-        check_output(run, folder)
+        check_data(run, in_memory)
+        check_output(run, folder, nodes)
+    if command in ("train", "script"):
         check_trackers(run)
     local = count_devices(device)
-    strategy, rows = resolve(run, model, local)
-    if device != "cpu" and strategy.world_size > local:
+    strategy, rows = resolve(run, model, local * nodes.count)
+    if local_processes(strategy.world_size, nodes) > local and device != "cpu":
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
-        raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local}; {_OVERRIDE}")
+        raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
+    for note in notes:
+        say(note)
     return _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
 
 
@@ -94,7 +106,22 @@ def count_devices(device: DeviceType) -> int:
     return len(_npu_files()) if device == "npu" else _count_cuda()
 
 
-def check_data(run: RunConfig) -> None:
+def write_run(run: RunConfig, plan: Plan) -> Path:
+    """Make the output folder with what the workers read, ``run.yaml`` and ``plan.json``; its path."""
+    output_dir = Path(run.output_dir)
+    if run.overwrite:
+        for path in (output_dir / name for name in RESULTS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.exists():
+                path.unlink()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
+    plan.save(output_dir / "plan.json")
+    return output_dir
+
+
+def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
     """Refuse data files that are not there.
 
     Raises:
@@ -103,7 +130,7 @@ def check_data(run: RunConfig) -> None:
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
     for key, name in (("data.train", run.data.train), ("data.eval", run.data.eval)):
-        if name is None or Path(name).is_file():
+        if name is None or name in in_memory or Path(name).is_file():
             continue
         rule = "is a folder" if Path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
@@ -121,8 +148,8 @@ def check_trackers(run: RunConfig) -> None:
             raise ConfigError(value, f"the package {name} is not installed", f"Install it: pip install {name}")
 
 
-def check_output(run: RunConfig, model_folder: Path) -> None:
-    """Refuse an output folder whose content would be mixed with this run's, or lost.
+def check_output(run: RunConfig, model_folder: Path, nodes: Nodes | None = None) -> None:
+    """Refuse an output folder whose content would be mixed with this run's, or lost; on machine 0, which makes it.
 
     Raises:
         ConfigError: a file in its place, no right to write, results of another run, a checkpoint to
@@ -139,7 +166,7 @@ def check_output(run: RunConfig, model_folder: Path) -> None:
         raise ConfigError(value, f"no right to write in {existing}", "Name another folder")
     if run.overwrite:
         _check_no_input_inside(run, output, model_folder)
-    elif run.resume == "no" and _holds_results(output):
+    elif run.resume == "no" and not (nodes and nodes.rank) and _holds_results(output):
         raise ConfigError(
             value, "is not empty", "Use resume=auto to go on, overwrite=true to start anew, or another folder"
         )

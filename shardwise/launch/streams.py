@@ -24,13 +24,14 @@ class _LossyFile(io.FileIO):
 
 
 class _Tee(io.TextIOBase):
-    """A text stream that writes to a log, and shows a copy on the terminal."""
+    """A text stream that writes to a log, and shows a copy on the terminal unless it is ``muted``."""
 
-    def __init__(self, log: TextIO, terminal: TextIO) -> None:
-        self._log, self._terminal = log, terminal
+    def __init__(self, log: TextIO, terminal: TextIO, muted: bool = False) -> None:
+        self._log, self._terminal, self.muted = log, terminal, muted
 
     def write(self, text: str, /) -> int:
-        self._terminal.write(text)
+        if not self.muted:
+            self._terminal.write(text)
         return self._log.write(text)
 
     def flush(self) -> None:
@@ -62,7 +63,7 @@ def _lossy_stream(descriptor: int, encoding: str) -> TextIO:
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
-def redirect(path: Path, terminal: bool) -> TextIO | None:
+def redirect(path: Path, terminal: bool, muted: bool = False) -> TextIO | None:
     """Send stdout and stderr of this process, and of libraries below Python, to one file in append mode.
 
     Appending keeps the two streams from overwriting each other.
@@ -70,20 +71,34 @@ def redirect(path: Path, terminal: bool) -> TextIO | None:
     Args:
         path: the log file; its folder exists.
         terminal: whether what Python prints is also shown where it would have gone before.
+        muted: show nothing of it before :func:`show` is called.
 
     Returns:
         A stream to the terminal (what stderr was before) if ``terminal``, else None.
     """
     encoding = sys.stderr.encoding
     copies = [_lossy_stream(os.dup(number), encoding) for number in (1, 2)] if terminal else []
+    switch_log(path)
+    for stream in (sys.stdout, sys.stderr):
+        # Line by line, so that the log is complete up to a crash; UTF-8, whatever the locale says.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    if not copies:
+        return None
+    sys.stdout, sys.stderr = _Tee(sys.stdout, copies[0], muted), _Tee(sys.stderr, copies[1], muted)
+    return copies[1]
+
+
+def switch_log(path: Path) -> None:
+    """Let stdout and stderr of this process go on in another file, in append mode."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(log, number)
-        # Line by line, so that the log is complete up to a crash; UTF-8, whatever the locale says.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     os.close(log)
-    if not copies:
-        return None
-    sys.stdout, sys.stderr = _Tee(sys.stdout, copies[0]), _Tee(sys.stderr, copies[1])
-    return copies[1]
+
+
+def show() -> None:
+    """Show on the terminal what is printed from now on, where :func:`redirect` was told to and muted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Tee):
+            stream.muted = False

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -50,29 +50,46 @@ def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | No
         ``logs/error-rank-N.json`` and the process ends at once with the error's exit code, so that no exit handler
         can keep the other ranks waiting.
     """
-    _bind_to_launcher(os.environ)
-    rank = int(os.environ["RANK"])
-    (output_dir / "logs").mkdir(parents=True, exist_ok=True)
-    if _is_foreign(os.environ):  # our launcher has done so before it started the workers
-        remove_errors(output_dir, rank, int(os.environ["WORLD_SIZE"]))
-    terminal = redirect(log_path(output_dir, rank), terminal=rank == 0)
-    try:
-        _check_preloaded(os.environ)
+
+    def body(terminal: TextIO | None) -> dict[str, Any] | None:
         context = WorkerContext(
             output_dir=output_dir,
-            rank=rank,
+            rank=int(os.environ["RANK"]),
             local_rank=int(os.environ["LOCAL_RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             terminal=terminal,
         )
-        result = _run(context, target)
+        return _run(context, target)
+
+    return guarded(lambda: output_dir, body)
+
+
+def guarded(
+    folder: Callable[[], Path], body: Callable[[TextIO | None], dict[str, Any] | None], muted: bool = False
+) -> dict[str, Any] | None:
+    """Run ``body`` as a worker: output in the log, life tied to the launcher, an error left for it.
+
+    Args:
+        folder: where log and errors lie; asked again when there is an error to leave.
+        body: takes the stream to the terminal (rank 0 only).
+        muted: show nothing on the terminal at first.
+    """
+    _bind_to_launcher(os.environ)
+    rank = int(os.environ["RANK"])
+    (folder() / "logs").mkdir(parents=True, exist_ok=True)
+    if _is_foreign(os.environ):  # our launcher has done so before it started the workers
+        remove_errors(folder(), rank, int(os.environ["WORLD_SIZE"]))
+    terminal = redirect(log_path(folder(), rank), terminal=rank == 0, muted=muted)
+    try:
+        _check_preloaded(os.environ)
+        result = body(terminal)
     except SystemExit as leaving:
         if not leaving.code:
             return None
-        _fail(output_dir, rank, leaving, leaving.code if isinstance(leaving.code, int) else 1)
+        _fail(folder(), rank, leaving, leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException as error:
-        _fail(output_dir, rank, error, error.exit_code if isinstance(error, ShardwiseError) else LaunchError.exit_code)
+        _fail(folder(), rank, error, error.exit_code if isinstance(error, ShardwiseError) else LaunchError.exit_code)
     else:
         return result
     finally:
@@ -107,12 +124,22 @@ def _check_preloaded(environ: Mapping[str, str]) -> None:
         raise LaunchError(failure, "the fork server could not import what the workers need", "Check the installation.")
 
 
+def timeout_seconds(environ: Mapping[str, str]) -> float:
+    """How long a rank waits for another before it gives up."""
+    return float(environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS))
+
+
+def use_cores(environ: Mapping[str, str]) -> None:
+    """Set the number of threads, which OpenMP has read at the import, and so before the fork."""
+    if "OMP_NUM_THREADS" in environ:
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"].split(",")[0]))
+
+
 def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
-    if "OMP_NUM_THREADS" in os.environ:  # read by OpenMP at the import, which was before the fork
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    use_cores(os.environ)
     plan = json.loads((context.output_dir / "plan.json").read_text(encoding="utf-8"))
-    timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS))
-    _open_process_group(plan["device_type"], context.local_rank, timedelta(seconds=timeout))
+    timeout = timedelta(seconds=timeout_seconds(os.environ))
+    open_process_group(plan["device_type"], context.local_rank, timeout)
     tells = context.rank == 0 and _is_foreign(os.environ)
     if tells:
         write_status(context.output_dir, Status(state="running"))
@@ -123,12 +150,17 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     return result
 
 
-def _open_process_group(device_type: str, local_rank: int, timeout: timedelta) -> None:
+def open_process_group(device_type: str, local_rank: int, timeout: timedelta, store: dist.Store | None = None) -> None:
+    """Open the default process group with the device type's backend; ``store`` None: one as the environment says."""
     if device_type == "npu":
         importlib.import_module("torch_npu")  # registers torch.npu and hccl
     if device_type != "cpu":
         torch.get_device_module(device_type).set_device(local_rank)
-    dist.init_process_group(BACKENDS[device_type], init_method="env://", timeout=timeout)
+    if store is None:
+        dist.init_process_group(BACKENDS[device_type], init_method="env://", timeout=timeout)
+        return
+    place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group(BACKENDS[device_type], store=store, timeout=timeout, **place)
 
 
 def _load(target: str) -> Train:
@@ -137,34 +169,38 @@ def _load(target: str) -> Train:
     return loaded
 
 
-def _fail(output_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
-    """Leave the error for the launcher and the traceback in the log, and end the process."""
-    text = "".join(traceback.format_exception(error))
-    refused = isinstance(error, ShardwiseError)
-    written = WorkerError(
+def worker_error(rank: int, error: BaseException, exit_code: int) -> WorkerError:
+    """An exception as the launcher and ``status.json`` are told of it."""
+    refusal = error if isinstance(error, ShardwiseError) else None
+    return WorkerError(
         time=time.time(),
         rank=rank,
         type=type(error).__name__,
         message=str(error),
-        traceback=text,
+        traceback="".join(traceback.format_exception(error)),
         exit_code=exit_code,
         connection_error=is_connection_error(error),
-        refused=refused,
-        rule=error.rule if isinstance(error, ShardwiseError) else None,
-        remedy=error.remedy if isinstance(error, ShardwiseError) else None,
+        refused=refusal is not None,
+        rule=refusal.rule if refusal else None,
+        remedy=refusal.remedy if refusal else None,
     )
+
+
+def _fail(output_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
+    """Leave the error for the launcher and the traceback in the log, and end the process."""
+    written = worker_error(rank, error, exit_code)
     try:
         write_error(output_dir, written)
         if _is_foreign(os.environ):
-            _tell_failure(output_dir, written)
+            tell_failure(output_dir, written)
         # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
-        print(text, file=sys.__stderr__, flush=True)
+        print(written.traceback, file=sys.__stderr__, flush=True)
         sys.stdout.flush()
     finally:
         os._exit(exit_code)
 
 
-def _tell_failure(output_dir: Path, error: WorkerError) -> None:
+def tell_failure(output_dir: Path, error: WorkerError) -> None:
     """Put an error into ``status.json``; a complaint about a peer only where nobody has said more."""
     status = read_status(output_dir)
     if error.connection_error and status is not None and status.state != "running":

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.run import TRACKERS, RunConfig, tracker_names
 
-DATA_FORMATS = ("auto", "tokens", "messages")
+DATA_FORMATS = ("auto", "tokens", "messages", "pairs")
 
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -36,9 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "save.best": ("no",),
     "save.async": (False,),
     "restarts": (0,),
-    "nnodes": (1,),
-    "node_rank": (0,),
-    "rdzv_endpoint": (None,),
     "cluster": (None,),
 }
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from shardwise.checkpoint.hf import load_slices, stored_dtype
 from shardwise.data.loader import Loader, LoaderSettings
+from shardwise.data.memory import MemoryData, memory_records
 from shardwise.data.rows import Row, load_rows, row_hash
 from shardwise.errors import ShardwiseError
 from shardwise.models.build import build_on_meta
@@ -84,20 +85,27 @@ def check_adapters(run: RunConfig) -> None:
         find_adapters(build_on_meta(Path(run.model), run.attn_implementation), run.lora)
 
 
-def read_rows(path: str, run: RunConfig, plan: Plan, say: Callable[[str], None]) -> list[Row]:
+def read_rows(
+    path: str, run: RunConfig, plan: Plan, say: Callable[[str], None], memory: MemoryData | None = None
+) -> list[Row]:
     """The rows of a data file, read and tokenised once, by rank 0, and handed to all.
+
+    ``path`` may be a name that ``memory`` gives a data set to; only rank 0's is looked at.
 
     Raises:
         ShardwiseError: rank 0's refusal, on every rank.
     """
+    memory = memory or MemoryData()
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
+            known = path in memory.datasets
             box[0] = load_rows(
                 Path(path),
                 run,
                 vocab_size=plan.model.vocab_size,
-                tokenizer=lambda: AutoTokenizer.from_pretrained(run.tokenizer or run.model),
+                records=memory_records(memory.datasets[path], path, run.data.max_samples) if known else None,
+                tokenizer=lambda: memory.tokenizer or AutoTokenizer.from_pretrained(run.tokenizer or run.model),
                 max_positions=plan.model.max_position_embeddings,
                 notify=say,
             )

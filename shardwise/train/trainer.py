@@ -66,6 +66,7 @@ class Trainer:
         is_main = parts.context.rank == 0
         self.callbacks = Dispatcher([view, *callbacks], is_main=is_main, device=device, say=view.say)
         self.callbacks.load_state_dict(state.callbacks)
+        self.losses: list[float | None] = []  # of the steps made here, the same on every rank
 
     def train(self) -> str | None:
         """Run the steps that are left.
@@ -140,6 +141,7 @@ class Trainer:
         lines = [parts.loader.rows[index].line for index in batch.rows]
         self.policy.check(result, number, name_lines(lines))
         self.state = TrainState(number, self.state.num_updates + (result.loss is not None), batch.next_state)
+        self.losses.append(result.loss)
         values = self._values(batch, result, seconds) | {"lr": rate, "peak_memory_bytes": int(max(peaks))}
         if result.skipped is not None:
             values |= {"skipped": f"{result.skipped} in {name_lines(lines)}", "lines": lines}
@@ -208,15 +210,13 @@ class Trainer:
             rotate(folder, parts.run.save.keep)
         self.callbacks.call("on_save", path)
 
-    def export(self) -> None:
-        """Write ``export``: a Hugging Face folder, or with adapters one in PEFT's format."""
-        loaded = self.parts.loaded
+    def export(self, folder: Path | None = None) -> None:
+        """Write ``export`` or another folder: a Hugging Face folder, or with adapters one in PEFT's format."""
+        loaded, target = self.parts.loaded, folder or self.folder / "export"
         if loaded.adapters is not None:
-            write_whole(self.folder / "export", self._write_adapter)
+            write_whole(target, self._write_adapter)
             return
-        export_model(
-            Path(self.parts.run.model), self.folder / "export", loaded.shapes, loaded.model.shards, loaded.export_dtype
-        )
+        export_model(Path(self.parts.run.model), target, loaded.shapes, loaded.model.shards, loaded.export_dtype)
 
     def _write_adapter(self, folder: Path) -> None:
         loaded = self.parts.loaded

@@ -11,6 +11,7 @@ import torch
 
 from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
+from shardwise.data.memory import MemoryData
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps
@@ -45,12 +46,22 @@ def train(context: WorkerContext, callbacks: Sequence[Callback] = ()) -> dict[st
     """
     run = parse_run(load_yaml(context.output_dir / "run.yaml"))
     plan = Plan.load(context.output_dir / "plan.json")
-    view = ProgressView(context.terminal)
-    parts = build_parts(run, plan, context)
-    state, checkpoint = _start(parts)
-    own = run_callbacks(run, checkpoint, view.say)
-    stopped = Trainer(parts, state, view, [*own, *callbacks]).train()
+    stopped = make_trainer(run, plan, context, callbacks=callbacks).train()
     return {"stopped": stopped} if stopped else {}
+
+
+def make_trainer(
+    run: RunConfig,
+    plan: Plan,
+    context: WorkerContext,
+    memory: MemoryData | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """The trainer of a run, where it begins or goes on; ``memory`` as for :func:`build_parts`."""
+    view = ProgressView(context.terminal)
+    parts = build_parts(run, plan, context, memory)
+    state, checkpoint = _start(parts)
+    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *callbacks])
 
 
 def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], None]) -> list[Callback]:
@@ -66,8 +77,11 @@ def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], N
     ]
 
 
-def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerParts:
-    """Rows first (a refusal costs no weights), then the model, then the optimizer."""
+def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: MemoryData | None = None) -> TrainerParts:
+    """Rows first (a refusal costs no weights), then the model, then the optimizer.
+
+    ``memory`` gives what a script holds instead of files.
+    """
     device = torch.device(plan.device_type, context.local_rank) if plan.device_type != "cpu" else torch.device("cpu")
     mesh = build_mesh(plan.strategy, device)
 
@@ -77,13 +91,16 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext) -> TrainerPa
 
     check_adapters(run)
     assert run.data.train is not None
-    rows = read_rows(run.data.train, run, plan, say)
+    rows = read_rows(run.data.train, run, plan, say, memory)
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
     if loader.dropped_rows:
         say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
-    eval_rows = read_rows(run.data.eval, run, plan, say) if run.data.eval else None
+    if len(rows) < plan.global_batch_size and not loader.dropped_rows:
+        few = f"{len(rows)} rows are fewer than the global batch of {plan.global_batch_size}"
+        say(f"data: {few}: each epoch is one step with all of them")
+    eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
     meter = MemoryMeter(device)
     loaded, plan = load_model(run, plan, mesh)
     if loaded.adapters is not None:

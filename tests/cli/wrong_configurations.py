@@ -104,5 +104,12 @@ WRONG = [
     _row("profile steps from zero", "log.profile_steps=0", "counted from 1"),
     _row("profile steps out of range", "log.profile_steps=3,7;train.max_steps=5", "'3,7'", "has 5 steps", "1 to 5"),
     _row("no such checkpoint", "resume={root}/step-00000010", "step-00000010", "no such checkpoint"),
+    _row("machines without a meeting point", "nnodes=2;devices=4", "nnodes = 2", "rdzv_endpoint"),
+    _row("machine out of range", "nnodes=2;node_rank=2;rdzv_endpoint=h:1", "node_rank = 2", "0 to 1"),
+    _row("endpoint without port", "nnodes=2;rdzv_endpoint=host", "rdzv_endpoint = 'host'", "HOST:PORT"),
+    _row("endpoint for one machine", "rdzv_endpoint=host:1", "rdzv_endpoint = 'host:1'", "nnodes"),
+    _row("devices over machines", "nnodes=2;rdzv_endpoint=h:1;devices=5", "devices = 5", "devices=4 or 6"),
+    _row("unknown parallel_config", "parallel_config.pipeline_stges=2", "pipeline_stges", "pipeline_stage?"),
+    _row("parallel_config contradicts", "parallel_config.model_parallel=2;tp=4", "model_parallel = 2", "tp = 4"),
     _row("absent device", "device=npu", "device = 'npu'", "device=cpu", "SHARDWISE_DEVICE=cpu"),
 ]

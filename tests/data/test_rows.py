@@ -66,7 +66,7 @@ def test_the_first_label_predicts_nothing() -> None:
         ({"input_ids": [1, 2], "position_ids": [0, 64]}, ["position 64", "[0, 64)"]),
         ({"input_ids": [1, 0], "attention_mask": [1, 0]}, ["attention_mask", "padding"]),
         ({"text": "once upon a time"}, ["plain text", "'text'", '"input_ids"']),
-        ({"instruction": "a", "output": "b"}, ["Alpaca"]),
+        ({"instruction": "a", "output": "b"}, ["format pairs", '"input_ids"']),
         ({"conversations": []}, ["ShareGPT"]),
         ({"chosen": 1, "rejected": 2}, ["preference"]),
         ({"messages": []}, ["format messages", '"input_ids"']),

@@ -40,9 +40,6 @@ NOT_BUILT = [
     "save.best=eval_loss",
     "save.async=true",
     "restarts=1",
-    "nnodes=2",
-    "node_rank=1",
-    "rdzv_endpoint=host:29500",
     "cluster=atlas",
 ]
 

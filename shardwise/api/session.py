@@ -1,0 +1,163 @@
+"""A Trainer at work in one worker: the plan that rank 0 made, the model on this rank, the engine's trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwise.data.memory import MemoryData
+from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch.culprit import WorkerError
+from shardwise.launch.resolve import prepare, write_run
+from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
+from shardwise.launch.worker import tell_failure, worker_error
+from shardwise.report.console import show_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.rules import parse_run
+from shardwise.spec.run import RunConfig
+from shardwise.spec.strategy import AXES
+from shardwise.train.callbacks import Callback
+from shardwise.train.context import WorkerContext
+from shardwise.train.status import Status, update_status, write_status
+from shardwise.train.step import evaluate
+from shardwise.train.worker import make_trainer
+
+
+class Session:
+    """One rank of a run. Every method is to be called by all ranks.
+
+    Args:
+        tree: the keys of the run.
+        datasets: rows by the name that stands for them.
+        tokenizer: of text rows; None or a name: the run's own.
+        per_device_eval_rows: rows of an evaluation step on each data rank.
+        callbacks: called after those of the run itself.
+
+    Raises:
+        ShardwiseError: what cannot run, on every rank.
+    """
+
+    def __init__(
+        self,
+        tree: dict[str, Any],
+        datasets: Mapping[str, Any],
+        tokenizer: Any = None,
+        per_device_eval_rows: int | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        worker = script_worker()
+        assert worker is not None, "a Trainer starts its job before it works"
+        self._worker = worker
+        held = {name: rows for name, rows in datasets.items() if name in _names(tree)}
+        self.run, self.plan = _agree(worker, tree, list(held), per_device_eval_rows)
+        self.context = worker.settle(Path(self.run.output_dir))
+        self._tokenizer = None if isinstance(tokenizer, str) else tokenizer
+        with _Telling(worker, self.context):
+            self._show(tree.get("strategy") or {})
+            worker.open_group(self.plan.device_type)
+            memory = MemoryData(held, self._tokenizer)
+            self._trainer = make_trainer(self.run, self.plan, self.context, memory, callbacks)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the run so far."""
+        return self._trainer.state.step
+
+    def train(self) -> list[float | None]:
+        """The loss of each step that was made; a step without supervised tokens has none.
+
+        Raises:
+            Stopped: the user has stopped the job, and everything is saved.
+        """
+        with _Telling(self._worker, self.context):
+            stopped = self._trainer.train()
+            if stopped:
+                raise Stopped(stopped)
+            if self.run.save.export:
+                export = self.context.output_dir / "export"
+                self._save_tokenizer(export)
+                self._say(f"exported {'adapter' if self.run.lora else 'model'}: {export}")
+        if self.context.rank == 0:
+            update_status(self.context.output_dir, state="done", exit_code=0)
+        return list(self._trainer.losses)
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss over the evaluation rows, and their supervised tokens."""
+        with _Telling(self._worker, self.context):
+            parts = self._trainer.parts
+            assert parts.eval_loader is not None
+            size = self.run.eval.batch_size or self.plan.global_batch_size
+            loss, num_tokens = evaluate(parts.loaded.model, parts.eval_loader.eval_batches(size))
+        return {"eval_loss": loss, "eval_tokens": num_tokens}
+
+    def save_model(self, folder: Path | None) -> None:
+        """Write the Hugging Face folder."""
+        with _Telling(self._worker, self.context):
+            self._trainer.export(folder)
+            self._save_tokenizer(folder or self.context.output_dir / "export")
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        """A tokenizer that the script has brought (and perhaps changed) belongs to the model."""
+        if self.context.rank == 0 and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(folder)
+
+    def _say(self, text: str) -> None:
+        if self.context.terminal is not None:
+            print(text, file=self.context.terminal, flush=True)
+
+    def _show(self, given: Mapping[str, Any]) -> None:
+        if self.context.terminal is None:
+            return
+        console = Console(file=self.context.terminal)
+        show_plan(self.run, self.plan, console)
+        known = {name for name, value in given.items() if value is not None}
+        known |= {"pp"} if "stages" in known else set()
+        known |= {"dp_replicate", "dp_shard"} if "dp" in known else set()
+        filled = [f"{axis} {getattr(self.plan.strategy, axis)}" for axis in AXES if axis not in known]
+        if filled:
+            rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
+            console.print(f"[bold]filled[/]    {', '.join(filled)} ({rule})", highlight=False)
+
+
+def _names(tree: dict[str, Any]) -> set[str]:
+    data = tree.get("data", {})
+    return {data.get("train"), data.get("eval")} - {None}
+
+
+def _agree(
+    worker: ScriptWorker, tree: dict[str, Any], in_memory: list[str], eval_rows: int | None
+) -> tuple[RunConfig, Plan]:
+    """The run and its plan, made by rank 0 before there is a process group. It also makes the output folder."""
+
+    def make() -> dict[str, Any]:
+        run, plan = prepare(tree | {"devices": worker.place.world_size}, in_memory=in_memory)
+        if eval_rows is not None:
+            rows = eval_rows * plan.strategy.dp
+            run = run.model_copy(update={"eval": run.eval.model_copy(update={"batch_size": rows})})
+        run = run.model_copy(update={"output_dir": os.path.abspath(run.output_dir)})
+        write_status(write_run(run, plan), Status(state="running"))
+        return {"run": run.model_dump(mode="json", by_alias=True), "plan": plan.to_json()}
+
+    agreed = worker.store.agree(make)
+    return parse_run(agreed["run"]), Plan.from_json(agreed["plan"])
+
+
+class _Telling:
+    """Tells of an error in ``status.json`` where no launcher of ours does; the error goes on."""
+
+    def __init__(self, worker: ScriptWorker, context: WorkerContext) -> None:
+        self._worker, self._context = worker, context
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or self._worker.place.ours or isinstance(error, SystemExit):
+            return
+        code = error.exit_code if isinstance(error, ShardwiseError) else LaunchError.exit_code
+        written: WorkerError = worker_error(self._context.rank, error, code)
+        tell_failure(self._context.output_dir, written)

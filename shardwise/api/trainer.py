@@ -1,0 +1,219 @@
+"""``Trainer``: what a script calls. In the first process it starts the job; in a worker it trains its part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.api.ambient import AMBIENT
+from shardwise.api.arguments import TrainingArguments
+from shardwise.api.auto import AutoModel, ModelHandle
+from shardwise.api.contact import contact, devices_said
+from shardwise.api.messages import unknown
+from shardwise.config import apply_overrides
+from shardwise.data.memory import EVAL_ROWS, TRAIN_ROWS
+from shardwise.errors import ConfigError
+from shardwise.launch.place import presets
+from shardwise.launch.resolve import prepare
+from shardwise.log import say
+from shardwise.spec.aliases import put, translate
+from shardwise.spec.rules import parse_run
+from shardwise.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from shardwise.api.session import Session
+
+# Arguments of Hugging Face's Trainer that are not taken, and why.
+_REFUSED = {
+    "data_collator": "rows are padded by the engine; give rows with input_ids and labels",
+    "compute_loss_func": "the loss is the mean cross entropy over supervised tokens",
+    "compute_metrics": "the loss is all that is evaluated",
+    "preprocess_logits_for_metrics": "the loss is all that is evaluated",
+    "optimizers": "the optimizer is split with the model; use TrainingArguments(optim=...)",
+    "optimizer_cls_and_kwargs": "the optimizer is split with the model; use TrainingArguments(optim=...)",
+    "model_init": "use AutoModel.from_config(name) for random weights",
+    "peft_config": "use TrainingArguments(use_lora=True)",
+}
+_TAKEN = ("model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "strategy", "callbacks")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What ``train()`` returns, the same on every rank.
+
+    Attributes:
+        global_step: optimizer steps of the run, those before a resume included.
+        loss: of the last step that learned something, None if none did.
+        training_loss: mean over the steps of this call that learned something.
+    """
+
+    global_step: int
+    loss: float | None
+    training_loss: float | None
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The losses under Hugging Face's name."""
+        return {"train_loss": self.training_loss}
+
+
+class Trainer:
+    """Trains a model on all devices of a job.
+
+    Made in a process that no launcher started, it starts the job on the same script and does not return. In a
+    worker, ``train``, ``evaluate`` and ``save_model`` are to be called by every rank.
+
+    Args:
+        model: what :class:`AutoModel` returns, or its name.
+        args: how to train.
+        train_dataset: a file, a list of dictionaries, a data set of torch or of ``datasets``, an iterable, a
+            generator function, or a ``GeneratorDataset``. Rank 0 reads it; its rows reach all ranks.
+        eval_dataset: the same, for evaluation.
+        tokenizer: of text rows, as an object or as a folder; None: that of the model. ``processing_class`` is its
+            other name.
+        strategy: keys of the section ``strategy``, such as ``{"pp": 2, "tp": 2}``.
+        callbacks: told of what happens, in this order; every rank makes the same ones (:class:`Callback`).
+
+    Raises:
+        ConfigError, PlanError: what cannot run.
+    """
+
+    def __init__(
+        self,
+        model: ModelHandle | str | os.PathLike[str],
+        args: TrainingArguments | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        strategy: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+        **more: Any,
+    ) -> None:
+        self.args = _arguments(args)
+        self.model = _handle(model)
+        self._tokenizer = _tokenizer(more)
+        self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
+        self._strategy = dict(strategy or {})
+        self._callbacks = _checked(callbacks)
+        self._session: Session | None = None
+        self._trained = False
+        tree = self._tree()
+        run = parse_run(translate(tree)[0])
+        for note in self.args.notes:
+            say(f"TrainingArguments: {note}")
+        # Whether the output folder may be used depends on train(), which says whether it resumes.
+        contact(lambda: prepare(tree, command="script")[1].devices, run.devices)
+
+    def train(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None) -> TrainResult:
+        """Train to the end of the run.
+
+        Args:
+            resume_from_checkpoint: True for the newest checkpoint of the output folder, or a checkpoint's folder.
+
+        Raises:
+            Stopped: (a SystemExit) the user stopped the job; everything is saved.
+        """
+        if self._trained:
+            raise ConfigError("train()", "has been called on this Trainer before", "Make another Trainer")
+        if self._datasets[TRAIN_ROWS] is None:
+            raise ConfigError("train_dataset", "missing: there is nothing to train on", "Trainer(train_dataset=...)")
+        self._trained = True
+        session = self._open(resume_from_checkpoint)
+        losses = session.train()
+        known = [loss for loss in losses if loss is not None]
+        mean = sum(known) / len(known) if known else None
+        return TrainResult(session.step, known[-1] if known else None, mean)
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval_loss`` over all rows of ``eval_dataset``, and ``eval_tokens``; the same on every rank."""
+        if self._datasets[EVAL_ROWS] is None:
+            raise ConfigError("evaluate()", "needs rows to evaluate", "Give Trainer(eval_dataset=...)")
+        return self._open(None).evaluate()
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """Write the model as a Hugging Face folder; None: ``export`` in the output folder. To be called by every
+        rank."""
+        self._open(None).save_model(None if output_dir is None else Path(output_dir))
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return int(os.environ.get("RANK", "0")) == 0
+
+    def _open(self, resume: bool | str | os.PathLike[str] | None) -> Session:
+        """The model on this rank, loaded at the first use."""
+        from shardwise.api.session import Session
+
+        if self._session is None:
+            tree = self._tree()
+            if resume:
+                tree["resume"] = "auto" if resume is True else os.fspath(resume)
+            rows = self.args.per_device_eval_rows
+            self._session = Session(tree, self._datasets, self._tokenizer, rows, self._callbacks)
+        elif resume:
+            remedy = "Call train(resume_from_checkpoint=...) first"
+            raise ConfigError(f"resume_from_checkpoint = {resume!r}", "the model has been loaded before", remedy)
+        return self._session
+
+    def _tree(self) -> dict[str, Any]:
+        """Everything that was said, as the keys of one run.yaml; the command line has the last word."""
+        train_rows = self._datasets[TRAIN_ROWS]
+        batch_size = getattr(train_rows, "batch_size_given", None)
+        tree = AMBIENT.add_to(self.args.tree_for(batch_size=batch_size, micro_batch_num=AMBIENT.micro_batch_num))
+        for key, value in self.model.tree().items():
+            put(tree, key, value, "Trainer(model)")
+        for key, value in self._strategy.items():
+            put(tree, f"strategy.{key}", value, f"strategy[{key!r}]")
+        for key, name in (("train", TRAIN_ROWS), ("eval", EVAL_ROWS)):
+            rows = self._datasets[name]
+            if rows is not None:
+                put(tree, f"data.{key}", os.fspath(rows) if _is_path(rows) else name, name)
+        for key, value in getattr(train_rows, "keys_given", {}).items():
+            tree.setdefault("data", {}).setdefault(key, value)
+        if isinstance(self._tokenizer, str):
+            put(tree, "tokenizer", self._tokenizer, "Trainer(tokenizer)")
+        if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
+            tree["data"]["train"] = tree["data"]["eval"]
+        tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
+        return apply_overrides(tree, presets(os.environ))
+
+
+def _is_path(rows: Any) -> bool:
+    return isinstance(rows, str | os.PathLike)
+
+
+def _arguments(args: Any) -> TrainingArguments:
+    if args is None or isinstance(args, TrainingArguments):
+        return args or TrainingArguments()
+    rule = "must be shardwise.TrainingArguments"
+    raise ConfigError(f"args of type {type(args).__name__}", rule, "Import it from shardwise")
+
+
+def _checked(callbacks: Sequence[Any] | None) -> list[Callback]:
+    for callback in callbacks or ():
+        if not isinstance(callback, Callback):
+            rule = "is no object of a class derived from shardwise.Callback"
+            raise ConfigError(f"callbacks: {callback!r}", rule, "Derive it: class Mine(shardwise.Callback)")
+    return list(callbacks or ())
+
+
+def _handle(model: Any) -> ModelHandle:
+    if isinstance(model, ModelHandle):
+        return model
+    if _is_path(model):
+        return AutoModel.from_pretrained(model)
+    rule = "is not split over devices; a model is given by its name"
+    raise ConfigError(f"model of type {type(model).__name__}", rule, "Use shardwise.AutoModel.from_pretrained(NAME)")
+
+
+def _tokenizer(more: dict[str, Any]) -> Any:
+    for name, value in more.items():
+        if name in _REFUSED:
+            if value is not None:
+                raise ConfigError(f"Trainer({name}=...)", f"is not supported: {_REFUSED[name]}", f"Leave {name} out")
+        elif name not in ("tokenizer", "processing_class"):
+            raise unknown("Trainer", name, value, [*_TAKEN, *_REFUSED])
+    given = [more[name] for name in ("processing_class", "tokenizer") if more.get(name) is not None]
+    return os.fspath(given[0]) if given and _is_path(given[0]) else next(iter(given), None)

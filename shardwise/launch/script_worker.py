@@ -1,0 +1,137 @@
+"""A worker that runs the user's script: its entry, and what the Trainer in the script needs of it. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from shardwise.launch.join import JobStore
+from shardwise.launch.place import Place, current_place
+from shardwise.launch.script import Script, point_to
+from shardwise.launch.stop import StopChannel
+from shardwise.launch.streams import log_path, show, switch_log
+from shardwise.launch.worker import guarded, open_process_group, timeout_seconds, use_cores
+from shardwise.train.context import WorkerContext
+
+
+class Stopped(SystemExit):
+    """Raised in a script when the user has stopped the job: the rest of the script does not run.
+
+    ``code`` is 0, so that under another launcher the process ends well; ours knows the signal from ``signal_name``.
+    """
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(0)
+        self.signal_name = signal_name
+
+
+class ScriptWorker:
+    """This process as a member of a job that runs a script.
+
+    Attributes:
+        place: its place in the job.
+        folder: where its log and its errors lie now; None under another launcher than ours.
+    """
+
+    def __init__(self, place: Place, folder: Path | None, terminal: TextIO | None) -> None:
+        self.place, self.folder = place, folder
+        self._job_dir, self._terminal = folder, terminal
+        self._store: JobStore | None = None
+
+    @property
+    def store(self) -> JobStore:
+        """The job's store, connected at the first use."""
+        if self._store is None:
+            self._store = JobStore(self.place, timedelta(seconds=timeout_seconds(os.environ)))
+        return self._store
+
+    def show_output(self) -> None:
+        """Show rank 0's output from now on: what came before first contact the first process has shown already."""
+        show()
+
+    def settle(self, output_dir: Path) -> WorkerContext:
+        """Move into the output folder, which is there: log, errors and status lie in it from now on."""
+        output_dir = output_dir.resolve()
+        if self.folder is not None and self._job_dir is not None:
+            (output_dir / "logs").mkdir(exist_ok=True)
+            new = log_path(output_dir, self.place.rank)
+            if self.folder == self._job_dir:
+                with log_path(self.folder, self.place.rank).open("rb") as before, new.open("ab") as after:
+                    shutil.copyfileobj(before, after)
+            switch_log(new)
+            self.folder = output_dir
+            if self.place.local_rank == 0:
+                point_to(self._job_dir, output_dir)
+        return WorkerContext(
+            output_dir=output_dir,
+            rank=self.place.rank,
+            local_rank=self.place.local_rank,
+            world_size=self.place.world_size,
+            stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+            terminal=self._terminal if self.folder is not None or self.place.rank else sys.stderr,
+        )
+
+    def open_group(self, device_type: str) -> None:
+        """Open the default process group, once."""
+        if not dist.is_initialized():
+            timeout = timedelta(seconds=timeout_seconds(os.environ))
+            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group())
+
+    def close_group(self) -> None:
+        """Close the process group, if there is one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Holder:
+    worker: ScriptWorker | None = None
+
+
+def script_worker() -> ScriptWorker | None:
+    """This process's worker; made here under another launcher; None in a process that no launcher started."""
+    if _Holder.worker is None:
+        place = current_place(os.environ)
+        if place is not None:
+            _Holder.worker = ScriptWorker(place, None, None)
+    return _Holder.worker
+
+
+def entry(job_dir: Path, script: Script) -> dict[str, Any] | None:
+    """Run one worker of a script's job; returns and ends as :func:`shardwise.launch.worker.entry` does."""
+    place = current_place(os.environ)
+    assert place is not None, "started without a launcher"
+
+    def folder() -> Path:
+        return (_Holder.worker.folder if _Holder.worker else None) or job_dir
+
+    def body(terminal: TextIO | None) -> dict[str, Any]:
+        _Holder.worker = worker = ScriptWorker(place, job_dir, terminal)
+        use_cores(os.environ)
+        # A setting of the fork server, not of the programs that the script may start.
+        os.environ.pop("PYTHONSAFEPATH", None)
+        try:
+            _run(script)
+        except Stopped as stopped:
+            return {"stopped": stopped.signal_name}
+        worker.close_group()
+        return {}
+
+    return guarded(folder, body, muted=True)
+
+
+def _run(script: Script) -> None:
+    """As ``python FILE`` or ``python -m NAME`` would."""
+    sys.argv = [script.name, *script.arguments]
+    if script.is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, str(Path(script.name).parent))
+    runpy.run_path(script.name, run_name="__main__")

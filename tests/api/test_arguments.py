@@ -1,0 +1,141 @@
+"""``TrainingArguments``: every field of Hugging Face's is in one of three lists, and does what its list says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.api.arguments import TrainingArguments, own_names
+from shardwise.api.fields import HARMLESS, HONOURED, REFUSED
+from shardwise.errors import ConfigError
+from shardwise.spec.rules import known_keys, parse_run
+
+
+def tree(batch_size: int | None = None, micro_batch_num: int | None = None, **given: Any) -> dict[str, Any]:
+    return TrainingArguments(**given).tree_for(batch_size=batch_size, micro_batch_num=micro_batch_num)
+
+
+def test_every_field_of_hugging_face_is_in_one_list() -> None:
+    import dataclasses
+
+    from transformers import TrainingArguments as HuggingFace
+
+    lists = (HONOURED, HARMLESS, REFUSED)
+    for field in dataclasses.fields(HuggingFace):
+        assert sum(field.name in names for names in lists) == 1, field.name
+
+
+def test_honoured_fields_set_keys_that_exist() -> None:
+    assert {key for key in HONOURED.values() if key is not None} <= set(known_keys())
+    assert set(own_names().values()) <= set(known_keys())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_field_is_accepted_at_its_neutral_values_alone(name: str) -> None:
+    reason, neutral = REFUSED[name]
+    assert tree(**{name: neutral[0]}) == {}
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments(**{name: "something"})
+    assert name in str(error.value)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_field_says_why_it_has_no_effect(name: str) -> None:
+    args = TrainingArguments(**{name: 1})
+    assert args.tree == {}
+    assert args.notes == [f"{name} has no effect: {HARMLESS[name]}"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"output_dir": "here", "seed": 3, "data_seed": 4}, {"output_dir": "here", "train.seed": 3, "data.seed": 4}),
+        ({"learning_rate": 1e-3, "adam_epsilon": 1e-6}, {"train.learning_rate": 1e-3, "train.adam_eps": 1e-6}),
+        ({"optim": "adamw_torch_fused"}, {"train.optimizer": "adamw"}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}, {"train.warmup_steps": 2}),
+        ({"warmup_steps": 0.1}, {"train.warmup_ratio": 0.1}),
+        ({"epochs": 2}, {"train.epochs": 2}),
+        ({"num_train_epochs": 2.0}, {"train.epochs": 2}),
+        ({"num_train_epochs": 2.0, "max_steps": -1}, {"train.epochs": 2}),
+        ({"num_train_epochs": 2.0, "max_steps": 9}, {"train.max_steps": 9}),
+        ({"bf16": True}, {"train.precision": "bf16"}),
+        ({"gradient_checkpointing": True}, {"strategy.recompute": "full"}),
+        ({"save_strategy": "epoch", "save_total_limit": 2}, {"save.strategy": "epoch", "save.keep": 2}),
+        ({"save_strategy": "steps"}, {"save.strategy": "steps", "save.steps": 500}),
+        ({"save_steps": 7}, {"save.strategy": "steps", "save.steps": 7}),
+        ({"eval_strategy": "steps", "logging_steps": 5}, {"eval.strategy": "steps", "eval.steps": 5, "log.steps": 5}),
+        ({"use_cpu": True}, {"device": "cpu"}),
+        ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
+        ({"resume_from_checkpoint": True}, {"resume": "auto"}),
+        ({"pp": 2, "tp": 2, "max_length": 9}, {"strategy.pp": 2, "strategy.tp": 2, "data.max_length": 9}),
+        ({"log.rows": True}, {"log.rows": True}),
+        ({"use_lora": True}, {"use_lora": True}),
+    ],
+)
+def test_what_a_field_sets(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    made = tree(**given)
+    for dotted, value in expected.items():
+        place: Any = made
+        for part in dotted.split("."):
+            place = place[part]
+        assert place == value, dotted
+
+
+@pytest.mark.parametrize(
+    ("given", "micro_batch", "accumulation"),
+    [
+        ({"per_device_train_batch_size": 2}, 2, 1),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, 2, 4),
+        ({"batch_size": 2, "micro_batch_num": 4}, 2, 4),
+        ({"gradient_accumulation_steps": 2}, 8, 2),  # Hugging Face's default of 8 rows
+        ({"batch_size": 4, "gradient_accumulation_steps": 3, "micro_batch_size": 2}, 2, 6),
+    ],
+)
+def test_the_batch_of_a_device(given: dict[str, Any], micro_batch: int, accumulation: int) -> None:
+    run = parse_run({"model": "m", **tree(**given)})
+    assert run.strategy.micro_batch_size == micro_batch
+    assert run.train.gradient_accumulation_steps == accumulation
+
+
+def test_no_batch_leaves_the_default_of_the_contract() -> None:
+    assert tree() == {}
+
+
+def test_the_batch_of_the_data_set_and_the_context_count_too() -> None:
+    made = tree(batch_size=2, micro_batch_num=4)
+    assert (made["strategy"]["micro_batch_size"], made["train"]["gradient_accumulation_steps"]) == (2, 4)
+    with pytest.raises(ConfigError, match=r"batch_size = 4 and train_dataset.batch = 2: must be equal"):
+        TrainingArguments(batch_size=4).tree_for(batch_size=2)
+    with pytest.raises(ConfigError, match="micro_batch_num = 8: must be equal"):
+        TrainingArguments(gradient_accumulation_steps=4).tree_for(micro_batch_num=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"learning_rat": 1}, ["unknown argument", "learning_rate?"]),
+        ({"num_train_epochs": 1.5}, ["whole number", "max_steps"]),
+        ({"optim": "adafactor"}, ["adafactor", "adamw_torch"]),
+        ({"lr_scheduler_type": "polynomial"}, ["polynomial", "cosine"]),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, ["constant_with_warmup"]),
+        ({"logging_steps": 0.5}, ["logging_steps", "whole number"]),
+        ({"batch_size": 2, "per_device_train_batch_size": 4}, ["names for the same thing"]),
+        ({"batch_size": 0}, ["batch_size = 0", "above 0"]),
+        ({"batch_size": 2, "global_batch_size": 8}, ["two ways"]),
+        ({"batch_size": 3, "micro_batch_size": 2}, ["does not divide", "Use 1"]),
+        ({"eval_strategy": "epoch", "evaluation_strategy": "steps"}, ["two names"]),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments(**given).tree_for()
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_enumeration_counts_as_its_value() -> None:
+    from transformers.trainer_utils import SaveStrategy
+
+    assert tree(save_strategy=SaveStrategy.EPOCH) == {"save": {"strategy": "epoch"}}

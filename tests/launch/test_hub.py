@@ -1,0 +1,119 @@
+"""A model by name: a path, a folder of models, then a hub, here a small one on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.launch.hub import locate_model
+from tests.spec.model_folder import make_folder
+
+COMMIT = "0" * 40
+
+
+def _entry(name: str, data: bytes) -> dict[str, object]:
+    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Serves the model ``somebody/tiny``; the list holds the paths that were asked for."""
+    import huggingface_hub.constants as constants
+
+    make_folder(tmp_path / "served")
+    (tmp_path / "served" / "pytorch_model.bin").write_bytes(b"pickled")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "served").iterdir()}
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def answer(self, body: bool) -> None:
+            asked.append(self.path)
+            name = self.path.partition("?")[0].rpartition("/")[2]
+            if self.path.startswith("/api/models/somebody/tiny/tree/"):
+                content = json.dumps([_entry(name, data) for name, data in files.items()]).encode()
+            elif self.path.startswith("/api/models/somebody/tiny"):
+                siblings = [{"rfilename": name} for name in files]
+                content = json.dumps({"id": "somebody/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+            elif self.path.startswith("/somebody/tiny/resolve/") and name in files:
+                content = files[name]
+            else:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    # The library reads its variables when it is imported.
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for variable in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_folder_comes_before_the_hub(hub: list[str], tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "models" / "tiny")
+    assert locate_model("somebody/tiny", tmp_path / "models") == folder
+    assert locate_model(str(folder), None) == folder
+    assert hub == []
+
+
+def test_what_no_folder_has_is_fetched_without_pickled_weights(hub: list[str], tmp_path: Path) -> None:
+    folder = locate_model("somebody/tiny", tmp_path / "nowhere")
+    assert folder.is_relative_to(tmp_path / "cache")
+    names = {path.name for path in folder.iterdir()}
+    assert "config.json" in names
+    assert any(name.endswith(".safetensors") for name in names)
+    assert "pytorch_model.bin" not in names
+    assert not any("pytorch_model.bin" in path for path in hub)
+
+
+def test_the_weights_can_be_left_there(hub: list[str], tmp_path: Path) -> None:
+    folder = locate_model("somebody/tiny", None, only_config=True)
+    assert {path.suffix for path in folder.iterdir()} == {".json"}
+
+
+def test_what_nobody_has_is_refused_in_one_message(hub: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        locate_model("somebody/other", tmp_path / "models")
+    message = str(error.value)
+    assert "\n" not in message
+    for word in ("model = 'somebody/other'", str(tmp_path / "models"), "hub", "RepositoryNotFound"):
+        assert word in message
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./model", "a/b/c", "~/model"])
+def test_a_path_is_not_asked_of_the_hub(hub: list[str], name: str) -> None:
+    with pytest.raises(ConfigError, match="no such model folder"):
+        locate_model(name, None)
+    assert hub == []

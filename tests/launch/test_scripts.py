@@ -1,0 +1,302 @@
+"""Scripts as jobs: how they start, what they show, how they end, and that their numbers are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.spec.tolerance import FP32_LOSS
+from tests.fixtures import make_model, make_rows
+from tests.launch.jobs import Job, command
+from tests.parallel.harness import SGD, Case, reference, strategy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 4
+# What every script below begins with; `rows` and `arguments` are what a test changes.
+HEAD = f"""
+import json, os, sys, time
+from pathlib import Path
+from shardwise import AutoModel, Trainer, TrainingArguments
+print("first line", flush=True)
+folder = Path(sys.argv[1])
+rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+arguments = dict(output_dir=sys.argv[2], global_batch_size=4, max_steps={STEPS}, optim="sgd",
+                 learning_rate={SGD.learning_rate}, lr_scheduler_type="linear", use_cpu=True,
+                 train_sampling_strategy="sequential")
+model = AutoModel.from_pretrained(folder / "model")
+"""
+TRAIN = """
+trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows,
+                  strategy={"pp": 2, "tp": 1, "dp_replicate": 1, "dp_shard": SHARD})
+print("second line", flush=True)
+result = trainer.train()
+evaluated = trainer.evaluate()
+Path(sys.argv[2], f"result-{os.environ['RANK']}").write_text(json.dumps(
+    [result.loss.hex(), result.training_loss.hex(), result.global_step, evaluated["eval_loss"].hex()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    make_model(folder / "model", "llama")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    return folder
+
+
+def write(folder: Path, text: str, shard: int = 1) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / "script.py"
+    path.write_text(HEAD + text.replace("SHARD", str(shard)))
+    return path
+
+
+@contextmanager
+def script(inputs: Path, folder: Path, text: str, *before: str, shard: int = 1, **variables: str) -> Iterator[Job]:
+    """``python [before] script.py INPUTS OUT``."""
+    path = write(folder, text, shard)
+    out = folder / "out"
+    with command(out, *before, str(path), str(inputs), str(out), **variables) as job:
+        yield job
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def results(out: Path, num_ranks: int) -> list[Any]:
+    return [json.loads((out / f"result-{rank}").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def expected(inputs: Path) -> list[float]:
+    return reference(Case(inputs / "model", strategy(), tuple(make_rows()), global_batch_size=4, steps=STEPS)).losses
+
+
+def test_a_plain_script_trains_as_one_process_and_every_rank_has_the_loss(
+    inputs: Path, tmp_path: Path, expected: list[float]
+) -> None:
+    with script(inputs, tmp_path, TRAIN) as job:
+        assert job.wait() == 0, job.stderr
+    assert job.stdout.splitlines() == ["first line", "second line"], "each once, from the first process or rank 0"
+    assert losses(job.output_dir) == pytest.approx(expected, rel=FP32_LOSS)
+    first, second = results(job.output_dir, 2)
+    assert first == second
+    assert float.fromhex(first[0]) == losses(job.output_dir)[-1]
+    assert float.fromhex(first[1]) == pytest.approx(sum(expected) / STEPS, rel=FP32_LOSS)
+    assert first[2] == STEPS
+    status = job.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, STEPS)
+    for rank in range(2):
+        log = (job.output_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert log[:2] == ["first line", "second line"]
+    assert (job.output_dir / "export" / "config.json").exists()
+
+
+def test_a_job_of_torchrun_joins_and_trains_the_same(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d")
+    where = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    with script(inputs, tmp_path, TRAIN, *torchrun, *where, shard=2) as job:
+        assert job.wait() == 0, job.stderr
+    assert losses(job.output_dir) == pytest.approx(expected, rel=FP32_LOSS)
+    assert len({tuple(result) for result in results(job.output_dir, 4)}) == 1
+    assert (job.status()["state"], job.status()["exit_code"]) == ("done", 0)
+
+
+def test_under_torchrun_a_refusal_of_rank_0_reaches_all(inputs: Path, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+    where = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    with script(inputs, tmp_path, TRAIN, *torchrun, *where) as job:
+        assert job.wait() != 0
+    assert job.stderr.count("shardwise: output_dir") == 2, "one message a rank, and no rank waits"
+
+
+def test_two_launchers_are_two_machines_of_one_job(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    path, out = write(tmp_path, TRAIN, shard=2), tmp_path / "out"
+
+    def start(rank: int) -> Any:
+        places = ("nnodes=2", f"node_rank={rank}", f"rdzv_endpoint={endpoint}")
+        settings = [part for place in places for part in ("--set", place)]
+        run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
+        return command(out, *run, str(path), str(inputs), str(out))
+
+    with start(1) as second, start(0) as first:
+        assert first.wait() == 0, first.stderr
+        assert second.wait() == 0, second.stderr
+    assert losses(out) == pytest.approx(expected, rel=FP32_LOSS)
+    assert len({tuple(result) for result in results(out, 4)}) == 1
+    assert first.stdout.splitlines() == ["first line", "second line"]
+    assert second.stdout.splitlines() == ["first line"], "from its first process; rank 0 is on machine 0"
+    assert first.status()["state"] == "done"
+
+
+def test_a_command_line_over_two_machines_trains_the_same(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    out = tmp_path / "out"
+    settings = [f"train.max_steps={STEPS}", "train.optimizer=sgd", f"train.learning_rate={SGD.learning_rate}"]
+    settings += ["train.global_batch_size=4", "data.shuffle=false", "pp=2", "tp=1", "dp_replicate=1", "dp_shard=1"]
+    run = ("-m", "shardwise.cli", "train", "--model", str(inputs / "model"), "--data", str(inputs / "rows.jsonl"))
+
+    def start(rank: int) -> Any:
+        places = ("nnodes=2", f"node_rank={rank}", f"rdzv_endpoint={endpoint}", "device=cpu")
+        return command(out, *run, "--output-dir", str(out), *settings, *places)
+
+    with start(0) as first, start(1) as second:
+        assert first.wait() == 0, first.stderr
+        assert second.wait() == 0, second.stderr
+    assert losses(out) == pytest.approx(expected, rel=FP32_LOSS)
+    assert first.status()["state"] == "done"
+    assert (second.stdout, second.stderr) == ("", "")
+
+
+def test_evaluation_alone_and_a_second_trainer(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
+    """What is evaluated before and after training by Trainers of their own, in one job."""
+    text = """
+strategy = {"pp": 1, "tp": 2, "dp_replicate": 1, "dp_shard": 1}
+def evaluate(model, name):
+    arguments = TrainingArguments(output_dir=f"{sys.argv[2]}-{name}", use_cpu=True)
+    return Trainer(model, arguments, eval_dataset=rows, strategy=strategy).evaluate()["eval_loss"]
+before = evaluate(folder / "model", "before")
+trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows, eval_dataset=rows, strategy=strategy)
+losses = [trainer.train().loss, before, trainer.evaluate()["eval_loss"]]
+trainer.save_model(sys.argv[2] + "-saved")
+losses.append(evaluate(sys.argv[2] + "-saved", "after"))
+print(json.dumps(losses))
+"""
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait() == 0, job.stderr
+    last, before, after, saved = json.loads(job.stdout.splitlines()[-1])
+    assert last == pytest.approx(expected[-1], rel=FP32_LOSS)
+    assert after == pytest.approx(saved, rel=FP32_LOSS)
+    assert after < before
+    for name in ("out-before", "out", "out-after"):
+        assert (tmp_path / name / "plan.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "state", "words"),
+    [
+        ("sys.exit(5)", 5, "failed", ["left with status 5"]),
+        ("sys.exit(0)", 0, "done", []),
+        ("if os.environ['RANK'] == '1': raise ValueError('row 17')\ntime.sleep(60)", 3, "failed", ["rank 1", "row 17"]),
+    ],
+    ids=["exit 5", "exit 0", "raise"],
+)
+def test_how_a_script_ends_after_training(
+    inputs: Path, tmp_path: Path, end: str, code: int, state: str, words: list[str]
+) -> None:
+    with script(inputs, tmp_path, f"arguments['max_steps'] = 1\n{TRAIN}\n{end}\n") as job:
+        assert job.wait() == code, job.stderr
+    assert (job.status()["state"], job.status()["exit_code"]) == (state, code)
+    for word in words:
+        assert word in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+CONTACT = """
+import shardwise.mindspore as ms
+ms.set_auto_parallel_context(device_num=2)
+ms.communication.init()
+Path(sys.argv[2] + f"-begun-{ms.communication.get_rank()}").write_text(str(os.getpid()))
+"""
+
+
+def test_a_script_that_raises_before_it_trains_is_told_by_rank_and_leaves_its_logs(
+    inputs: Path, tmp_path: Path
+) -> None:
+    with script(inputs, tmp_path, CONTACT + "raise KeyError('no such column')", SHARDWISE_DEVICE="cpu") as job:
+        assert job.wait() == 3
+    assert "failed: KeyError: 'no such column'" in job.stderr
+    assert "Traceback" not in job.stderr
+    log = Path(job.stderr.strip().splitlines()[-1].removeprefix("log: "))
+    assert "KeyError" in log.read_text()
+    assert not job.output_dir.exists()
+
+
+def test_a_script_without_a_trainer_runs_in_all_processes_and_leaves_nothing(inputs: Path, tmp_path: Path) -> None:
+    rest = "print('rank', ms.communication.get_rank(), 'of', ms.communication.get_group_size())"
+    with script(inputs, tmp_path, CONTACT + rest, SHARDWISE_DEVICE="cpu", TMPDIR=str(tmp_path)) as job:
+        assert job.wait() == 0, job.stderr
+    assert job.stdout == "first line\nrank 0 of 2\n"
+    assert {path.name for path in tmp_path.glob("out-begun-*")} == {"out-begun-0", "out-begun-1"}
+    assert list(tmp_path.glob("shardwise-*")) == []
+
+
+def _rank_pids(job: Job) -> list[int]:
+    paths = [job.output_dir.with_name(f"out-begun-{rank}") for rank in range(2)]
+    job.wait_for(lambda: all(path.exists() and path.read_text() for path in paths))
+    return [int(path.read_text()) for path in paths]
+
+
+def test_a_killed_rank_of_a_script_is_named(inputs: Path, tmp_path: Path) -> None:
+    with script(inputs, tmp_path, CONTACT + "time.sleep(100)", SHARDWISE_DEVICE="cpu") as job:
+        os.kill(_rank_pids(job)[1], signal.SIGKILL)
+        assert job.wait(30) == 3
+    assert "rank 1 was killed by SIGKILL" in job.stderr
+
+
+def test_a_killed_launcher_takes_its_script_along(inputs: Path, tmp_path: Path) -> None:
+    with script(inputs, tmp_path, CONTACT + "time.sleep(100)", SHARDWISE_DEVICE="cpu") as job:
+        _rank_pids(job)
+        job.process.kill()
+        assert job.process.wait(5) == -signal.SIGKILL
+
+
+def test_a_signal_before_training_ends_at_once(inputs: Path, tmp_path: Path) -> None:
+    with script(inputs, tmp_path, CONTACT + "time.sleep(100)", SHARDWISE_DEVICE="cpu") as job:
+        _rank_pids(job)
+        job.process.terminate()
+        assert job.wait(30) == 143
+    assert job.stderr.splitlines()[-1] == "stopped by SIGTERM"
+
+
+def test_a_signal_while_it_trains_saves_and_the_rest_of_the_script_does_not_run(inputs: Path, tmp_path: Path) -> None:
+    text = "arguments['max_steps'] = 3000\n" + TRAIN + "print('not reached')\n"
+    with script(inputs, tmp_path, text) as job:
+        metrics = job.output_dir / "metrics.jsonl"
+        job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+        job.process.terminate()
+        assert job.wait() == 143, job.stderr
+    assert "not reached" not in job.stdout
+    status = job.status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 143)
+    assert (job.output_dir / status["checkpoint"]).is_dir()
+    resumed = f"arguments['max_steps'] = {status['step'] + 2}\n" + TRAIN.replace(
+        "trainer.train()", "trainer.train(resume_from_checkpoint=True)"
+    )
+    with script(inputs, tmp_path, resumed) as job:
+        assert job.wait() == 0, job.stderr
+    assert len(losses(job.output_dir)) == status["step"] + 2
+
+
+def test_a_wrong_number_of_devices_and_a_wrong_trainer_are_refused_before_a_job_starts(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run = ("-m", "shardwise.cli", "run", "--devices", "4", "--device", "cpu")
+    with script(inputs, tmp_path, CONTACT, *run) as job:
+        assert job.wait() == 2
+    assert job.stderr == (
+        "shardwise: device_num = 2 and --devices = 4: must be equal: the script counts on this number of processes. "
+        "Use 2 for both\n"
+    )
+    with script(inputs, tmp_path, TRAIN.replace('"tp": 1', '"tp": 3')) as job:
+        assert job.wait() == 2
+    assert job.stderr.startswith("shardwise: strategy.tp = 3: does not divide the 4 attention heads")
+    assert "second line" not in job.stdout

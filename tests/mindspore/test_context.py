@@ -1,0 +1,191 @@
+"""``shardwise.mindspore``: each argument has its effect or a line that says why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import shardwise.mindspore as ms
+from shardwise.api.ambient import AMBIENT
+from shardwise.errors import ConfigError
+from shardwise.mindspore import context
+
+PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*PLACE, "SHARDWISE_PRESETS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDWISE_DEVICE", "cpu")
+    yield
+    ms.reset_auto_parallel_context()
+    AMBIENT.keys.clear()
+
+
+def keys() -> dict[str, Any]:
+    return {key: value for key, (value, _) in AMBIENT.keys.items()}
+
+
+def test_the_numbers_reach_the_trainer() -> None:
+    ms.set_auto_parallel_context(
+        parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL,
+        device_num=8,
+        pipeline_stage=4,
+        micro_batch_num=4,
+        gradient_aggregation_group=3,
+    )
+    assert (AMBIENT.device_num, AMBIENT.micro_batch_num) == (8, 4)
+    assert keys() == {"strategy.pp": 4, "strategy.gradient_aggregation_group": 3}
+    assert ms.get_auto_parallel_context("pipeline_stages") == ms.get_auto_parallel_context("pipeline_stage") == 4
+    ms.set_auto_parallel_context(pipeline_stages=2)
+    assert keys()["strategy.pp"] == 2
+    ms.reset_auto_parallel_context()
+    assert (AMBIENT.device_num, AMBIENT.micro_batch_num, keys()) == (None, None, {})
+    assert ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.STAND_ALONE
+    assert ms.get_auto_parallel_context("pipeline_stages") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"parallel_mode": "data_parallel"}, {"strategy.pp": 1, "strategy.tp": 1, "strategy.dp_shard": 1}),
+        (
+            {"parallel_mode": "data_parallel", "enable_parallel_optimizer": True},
+            {"strategy.pp": 1, "strategy.tp": 1, "strategy.dp_replicate": 1},
+        ),
+        ({"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": False}, {"strategy.dp_shard": 1}),
+        ({"parallel_mode": "auto_parallel"}, {}),
+    ],
+)
+def test_what_a_mode_sets(arguments: dict[str, Any], expected: dict[str, int]) -> None:
+    ms.set_auto_parallel_context(**arguments)
+    assert keys() == expected
+
+
+def test_stand_alone_is_one_device() -> None:
+    ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
+    assert AMBIENT.device_num == 1
+    with pytest.raises(ConfigError, match="one device"):
+        ms.set_auto_parallel_context(device_num=2)
+
+
+@pytest.mark.parametrize("name", context._NO_EFFECT)
+def test_an_argument_of_set_context_without_effect_says_why(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ms.set_context(**{name: 3})
+    assert capsys.readouterr().err == f"set_context({name}=3) has no effect: {context._NO_EFFECT[name]}\n"
+    assert ms.get_context(name) == 3
+
+
+@pytest.mark.parametrize("name", context._PARALLEL_NO_EFFECT)
+def test_an_argument_of_the_parallel_context_without_effect_says_why(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ms.set_auto_parallel_context(**{name: 3})
+    assert context._PARALLEL_NO_EFFECT[name] in capsys.readouterr().err
+    assert keys() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pipeline_stges": 4}, ["unknown argument", "pipeline_stages?"]),
+        ({"pipeline_stage": 2, "pipeline_stages": 2}, ["names for the same thing"]),
+        ({"device_num": 0}, ["device_num = 0", "above 0"]),
+        ({"micro_batch_num": True}, ["micro_batch_num = True"]),
+        ({"parallel_mode": "full"}, ["parallel_mode = 'full'", "semi_auto_parallel"]),
+        ({"parallel_mode": "data_parallel", "pipeline_stages": 2}, ["pipeline_stages = 2", "one stage"]),
+        ({"gradients_mean": False}, ["gradients_mean = False", "must be True"]),
+        ({"enable_parallel_optimizer": 1}, ["True or False"]),
+    ],
+)
+def test_what_the_parallel_context_refuses(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        ms.set_auto_parallel_context(**arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_another_number_of_devices_than_the_job_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    ms.set_auto_parallel_context(device_num=4, global_rank=1)
+    with pytest.raises(ConfigError, match="device_num = 8: the job has 4 processes"):
+        ms.set_auto_parallel_context(device_num=8)
+    ms.reset_auto_parallel_context()
+    with pytest.raises(ConfigError, match="global_rank = 0: this process has rank 1"):
+        ms.set_auto_parallel_context(global_rank=0)
+    ms.reset_auto_parallel_context()
+
+
+def test_another_number_than_the_command_line_gives_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_PRESETS", '["devices=4"]')
+    with pytest.raises(ConfigError, match="device_num = 8 and --devices = 4: must be equal"):
+        ms.set_auto_parallel_context(device_num=8)
+
+
+def test_graph_mode_and_a_device_that_is_overridden_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="Ascend")
+    told = capsys.readouterr().err
+    assert "GRAPH_MODE" in told
+    assert "device_target='Ascend'): the device is cpu" in told
+    assert ms.get_context("mode") == ms.GRAPH_MODE
+    ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
+    assert capsys.readouterr().err == ""
+    assert keys() == {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mod": 0}, ["unknown argument", "mode?"]),
+        ({"mode": 3}, ["mode = 3", "PYNATIVE_MODE"]),
+        ({"device_target": "TPU"}, ["device_target = 'TPU'", "Ascend, GPU, CPU"]),
+    ],
+)
+def test_what_set_context_refuses(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        ms.set_context(**arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_absent_device_names_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDWISE_DEVICE")
+    monkeypatch.setattr("shardwise.launch.resolve._DEV", context.__file__ + "-none")
+    monkeypatch.setattr("shardwise.launch.resolve._has_npu", lambda: False)
+    with pytest.raises(ConfigError) as error:
+        ms.set_context(device_target="Ascend")
+    for word in ("device_target = 'Ascend'", "none", "--device cpu", "SHARDWISE_DEVICE=cpu"):
+        assert word in str(error.value)
+
+
+def test_the_seed_is_that_of_the_run_and_of_python() -> None:
+    import random
+
+    import numpy as np
+
+    ms.set_seed(5)
+    first = (random.random(), float(np.random.rand()))
+    ms.set_seed(5)
+    assert (random.random(), float(np.random.rand())) == first
+    assert keys() == {"train.seed": 5}
+    with pytest.raises(ConfigError, match="set_seed"):
+        ms.set_seed(-1)
+
+
+def test_a_place_is_known_after_init_only() -> None:
+    for function in (ms.communication.get_rank, ms.communication.get_group_size, ms.communication.release):
+        with pytest.raises(ConfigError, match=r"Call communication.init\(\) first"):
+            function()
+    with pytest.raises(ConfigError, match="backend_name = 'mpi'"):
+        ms.communication.init("mpi")
+
+
+def test_what_the_context_says_and_the_trainer_contradicts() -> None:
+    ms.set_auto_parallel_context(pipeline_stages=4)
+    assert AMBIENT.add_to({"strategy": {"tp": 2}}) == {"strategy": {"tp": 2, "pp": 4}}
+    with pytest.raises(ConfigError, match=r"pipeline_stages = 4: contradicts strategy\.pp = 2"):
+        AMBIENT.add_to({"strategy": {"pp": 2}})
