@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwise.errors import ConfigError
+from shardwise.launch.compiler import check_compiler
 from shardwise.spec.model import check_weights, find_model, read_model
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
@@ -50,6 +51,8 @@ def prepare(tree: dict[str, Any], *, command: str = "train") -> tuple[RunConfig,
         check_output(run, folder)
     local = count_devices(device)
     strategy, rows = resolve(run, model, local)
+    if run.train.compile:
+        check_compiler(device)
     if device != "cpu" and strategy.world_size > local:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local}; {_OVERRIDE}")

@@ -26,7 +26,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data.packing": (False,),
     "data.val_size": (None, 0.0),
     "data.on_bad_rows": ("refuse",),
-    "train.compile": (False,),
     "train.on_nan": ("stop",),
     "train.early_stopping_patience": (None,),
     "strategy.cp": (None, 1),

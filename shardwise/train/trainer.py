@@ -14,6 +14,7 @@ from shardwise.checkpoint.store import rotate, save_checkpoint
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
 from shardwise.errors import CheckpointError
+from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.run import RunConfig
 from shardwise.train.context import WorkerContext
 from shardwise.train.lr import learning_rate
@@ -53,6 +54,7 @@ class Trainer:
         self.total_steps = run.train.max_steps or state.step + left
         self.metrics = MetricsFile(self.folder, state.step) if self.is_main else None
         self.view = ProgressView(parts.context.terminal, self.total_steps, run.log.steps, state.step)
+        self._compile_clock = CompileClock() if run.train.compile else None
         self._began, self._first_step = time.monotonic(), state.step
 
     def train(self) -> str | None:
@@ -108,6 +110,9 @@ class Trainer:
     def _report(self, batch: Batch, result: StepResult, rate: float, seconds: float, peak_bytes: int) -> None:
         if self.metrics is None:
             return
+        compiling = self._compile_clock.take() if self._compile_clock is not None else 0.0
+        running = seconds - compiling  # what a step costs, and what is still to come, leave it out
+        self._began += compiling
         values: dict[str, Any] = {
             "kind": "train",
             "step": self.state.step,
@@ -119,7 +124,7 @@ class Trainer:
             "num_input_tokens": batch.num_input_tokens,
             "num_rows": batch.num_rows,
             "step_seconds": seconds,
-            "tokens_per_second": batch.num_input_tokens / seconds if seconds else 0.0,
+            "tokens_per_second": batch.num_input_tokens / running if running else 0.0,
             "mfu": None,
             "peak_memory_bytes": peak_bytes,
         }
@@ -127,6 +132,9 @@ class Trainer:
             lines = [self.parts.loader.rows[index].line for index in batch.rows]
             values["skipped"] = f"no supervised token in rows of lines {lines}"
             self.view.say(f"warning: step {self.state.step} {values['skipped']}; the weights stay as they are")
+        if compiling:
+            values["compile_seconds"] = compiling
+            self.view.say(f"step {self.state.step}: {compiling:.1f} of its {seconds:.1f} s went into compiling blocks")
         if batch.row_hashes is not None:
             values["row_hashes"] = list(batch.row_hashes)
         self.metrics.write(values)

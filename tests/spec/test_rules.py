@@ -30,7 +30,6 @@ NOT_BUILT = [
     "data.packing=true",
     "data.val_size=0.1",
     "data.on_bad_rows=skip",
-    "train.compile=true",
     "train.on_nan=skip",
     "train.early_stopping_patience=2",
     "cp=2",
