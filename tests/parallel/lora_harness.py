@@ -81,7 +81,9 @@ def reference(case: LoraCase) -> Outcome:
     """The run in this process by plain peft, transformers and torch."""
     with _precision(case):
         base = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype)
-        model = PeftModel.from_pretrained(base, case.adapter, is_trainable=True).to(case.dtype).train()
+        model = PeftModel.from_pretrained(base, case.adapter, is_trainable=True).train()
+        if case.dtype is not torch.bfloat16:  # beside a bf16 base peft keeps adapters in fp32
+            model = model.to(case.dtype)
         trained = {own_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         train, parameters = case.train, list(trained.values())
         optimizer: torch.optim.Optimizer
@@ -120,7 +122,7 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
     names = [name for name, _ in hf_model.named_parameters()]
     adapters = find_adapters(hf_model, case.lora)
-    model, _ = parallelize(hf_model, mesh, adapters)
+    model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled)
     load_slices(case.folder, [s for s in model.shards if s.layout.source in names], names)
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):
