@@ -36,6 +36,7 @@ STRATEGY_KEYS = frozenset(
         "schedule",
         "virtual_stages",
         "micro_batch_size",
+        "gradient_aggregation_group",
         "recompute",
         "stages",
         "plan",

@@ -132,6 +132,11 @@ def is_valid_run(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch)
             assert getattr(plan.strategy, axis) == int(degree)
 
 
+def is_valid_where_there_is_a_compiler(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.launch.compiler.missing_for_compiling", lambda device: "")
+    is_valid_run(command, workspace, monkeypatch)
+
+
 def is_valid_resume(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes on from what ``shardwise train --model DIR ...`` has written; the slow test below really trains."""
     (workspace / "output").mkdir()
@@ -213,6 +218,7 @@ def starts_a_script(command: str, workspace: Path, monkeypatch: pytest.MonkeyPat
 
 
 Check = Callable[[str, Path, pytest.MonkeyPatch], None]
+PLAIN_RUN = "shardwise train --model DIR --data FILE.jsonl"
 OWN_RUN = "shardwise train --model DIR --data FILE.jsonl tp=2 pp=2"
 SAVING_RUN = f"{OWN_RUN} save.strategy=steps save.steps=100"
 RESUMED_RUN = "shardwise train output/run.yaml resume=auto"
@@ -227,6 +233,9 @@ COMMANDS: dict[str, Check] = {
     OWN_RUN: is_valid_run,
     SAVING_RUN: is_valid_run,
     RESUMED_RUN: is_valid_resume,
+    f"{PLAIN_RUN} tp=2 train.precision=bf16": is_valid_run,
+    f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
+    f"{PLAIN_RUN} train.compile=true": is_valid_where_there_is_a_compiler,
     "shardwise train run.yaml": is_valid_run,
     "shardwise train run.yaml tp=1 pp=4": is_valid_run,
     "shardwise train run.yaml tp=2 train.epochs=1": is_valid_run,

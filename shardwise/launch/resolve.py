@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwise.errors import ConfigError
+from shardwise.launch.compiler import check_compiler
 from shardwise.launch.hub import locate_model
 from shardwise.launch.nodes import local_processes, nodes_of
 from shardwise.launch.place import Nodes
@@ -65,6 +66,8 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
         check_trackers(run)
     local = count_devices(device)
     strategy, rows = resolve(run, model, local * nodes.count)
+    if run.train.compile:
+        check_compiler(device)
     if local_processes(strategy.world_size, nodes) > local and device != "cpu":
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")

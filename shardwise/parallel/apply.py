@@ -8,6 +8,7 @@ from shardwise.models.build import materialise, recompute_buffers
 from shardwise.models.lora import Adapters, inject
 from shardwise.models.sharding import ShardingTable, published_table
 from shardwise.models.structure import find_structure
+from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.dropout import DropoutStreams, install_dropout
 from shardwise.parallel.fsdp import apply_fsdp
 from shardwise.parallel.mesh import Mesh
@@ -19,17 +20,23 @@ from shardwise.parallel.tensor import apply_tensor
 
 
 def parallelize(
-    model: PreTrainedModel, mesh: Mesh, adapters: Adapters | None = None, seed: int = 0
+    model: PreTrainedModel,
+    mesh: Mesh,
+    adapters: Adapters | None = None,
+    seed: int = 0,
+    *,
+    compiled: bool = False,
 ) -> tuple[ParallelModel, ShardingTable]:
     """Split a model that is on the meta device; every step is a no-op at degree 1.
 
     The order matters: adapters and cuts change modules, so they come before the split of weights;
-    recomputation wraps blocks inside of what FSDP hooks around them; memory is taken last, for this
+    compilation and recomputation wrap blocks inside of what FSDP hooks around them; memory is taken last, for this
     rank's slices alone.
 
     Args:
         adapters: what is added to the model and trained in its place, None to train all of it.
         seed: of dropout.
+        compiled: whether blocks are compiled.
 
     Returns:
         The parallel model with uninitialised weights (buffers are filled) and the sharding table used.
@@ -45,6 +52,7 @@ def parallelize(
     layouts = apply_tensor(model, table, mesh, layouts)
     stage.dropout = DropoutStreams(seed, mesh)
     install_dropout(model, table, mesh, stage.dropout)
+    compile_blocks(stage.blocks, mesh.device, compiled)
     apply_recompute(stage.blocks, strategy.recompute, stage.dropout)
     set_stored_dtypes(model, compute_dtype, mesh)
     layouts = apply_fsdp(stage, stage.blocks, mesh, layouts, compute_dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 
 class _SumForward(torch.autograd.Function):
@@ -15,6 +16,18 @@ class _SumForward(torch.autograd.Function):
         dist.all_reduce(partial, group=group)  # in place: the partial sum has no other reader
         ctx.mark_dirty(partial)
         return partial
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _TracedSumForward(torch.autograd.Function):
+    """The same for the compiler, which cannot follow an output that is its own input everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return all_reduce(partial, "sum", group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -38,6 +51,8 @@ class _SumBackward(torch.autograd.Function):
 
 def sum_forward(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum of the ranks' partial results (overwrites ``partial``); the gradient passes through."""
+    if torch.compiler.is_compiling():
+        return _TracedSumForward.apply(partial, group)
     return _SumForward.apply(partial, group)
 
 

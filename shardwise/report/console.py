@@ -33,6 +33,8 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
         )
     if run.train.precision == "bf16":
         details.append("bf16 with fp32 masters")
+    if run.train.compile:
+        details.append("compiled blocks")
     if strategy.tp > model.num_kv_heads:
         details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: k and v are whole on each rank")
     console.print(f"[bold]strategy[/]  {'; '.join([str(strategy), *details])} on {plan.device_type}", highlight=False)

@@ -26,7 +26,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data.format": DATA_FORMATS,
     "data.packing": (False,),
     "data.val_size": (None, 0.0),
-    "train.compile": (False,),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
     "strategy.sequence_parallel": (False,),

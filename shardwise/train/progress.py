@@ -43,6 +43,10 @@ class ProgressView(Callback):
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         if metrics["loss"] is None:
             self.say(f"warning: step {step} is skipped: {metrics['skipped']}; the weights stay as they are")
+        compiling = metrics.get("compile_seconds", 0.0)
+        if compiling:
+            self._began += compiling  # the steps to come will not take it
+            self.say(f"step {step}: {compiling:.1f} of its {metrics['step_seconds']:.1f} s went into compiling blocks")
         eta = (time.monotonic() - self._began) / (step - self._first) * (self._total - step)
         line = describe(metrics, eta)
         if self._bar is not None:

@@ -55,7 +55,7 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
     random = run.model_init == "random"
     dists = distributions(hf_model) if random else {}
     adapters = find_adapters(hf_model, run.lora) if run.lora is not None else None
-    model, table = parallelize(hf_model, mesh, adapters, run.train.seed)
+    model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile)
     base = [shard for shard in model.shards if shard.layout.source in shapes]
     if random:
         fill_random(base, dists, run.train.seed)

@@ -16,6 +16,7 @@ from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
 from shardwise.data.rows import name_lines
 from shardwise.errors import CheckpointError
+from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 from shardwise.train.callbacks import Callback, RunInfo
@@ -67,6 +68,7 @@ class Trainer:
         self.callbacks = Dispatcher([view, *callbacks], is_main=is_main, device=device, say=view.say)
         self.callbacks.load_state_dict(state.callbacks)
         self.losses: list[float | None] = []  # of the steps made here, the same on every rank
+        self._compile_clock = CompileClock() if parts.run.train.compile else None
 
     def train(self) -> str | None:
         """Run the steps that are left.
@@ -151,6 +153,8 @@ class Trainer:
     def _values(self, batch: Batch, result: StepResult, seconds: float) -> dict[str, Any]:
         """A line of the metrics, but for what only the step knows."""
         lengths = [len(self.parts.loader.rows[index].input_ids) for index in batch.rows if batch.num_tokens]
+        compiling = self._compile_clock.take() if self._compile_clock is not None else 0.0
+        running = seconds - compiling  # what a step costs leaves it out
         values: dict[str, Any] = {
             "kind": "train",
             "step": self.state.step,
@@ -161,9 +165,11 @@ class Trainer:
             "num_input_tokens": batch.num_input_tokens,
             "num_rows": batch.num_rows,
             "step_seconds": seconds,
-            "tokens_per_second": batch.num_input_tokens / seconds if seconds else 0.0,
-            **self.throughput.metrics(lengths, seconds),
+            "tokens_per_second": batch.num_input_tokens / running if running else 0.0,
+            **self.throughput.metrics(lengths, running),
         }
+        if compiling:
+            values["compile_seconds"] = compiling
         return values | ({} if batch.row_hashes is None else {"row_hashes": list(batch.row_hashes)})
 
     def _due(self, strategy: str, every: int | None, epoch_ends: bool) -> bool:

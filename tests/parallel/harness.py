@@ -49,6 +49,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     drop_last: bool = False
     eval_batch_size: int | None = None
+    compiled: bool = False
 
 
 @dataclass
@@ -204,7 +205,7 @@ def build(case: Case) -> tuple[ParallelModel, Mesh]:
     mesh = build_mesh(case.strategy, torch.device("cpu"))
     hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
     names = [name for name, _ in hf_model.named_parameters()]
-    model, _ = parallelize(hf_model, mesh)
+    model, _ = parallelize(hf_model, mesh, compiled=case.compiled)
     load_slices(case.folder, model.shards, names)
     return model, mesh
 

@@ -137,7 +137,7 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
     names = [name for name, _ in hf_model.named_parameters()]
     adapters = find_adapters(hf_model, case.lora)
-    model, _ = parallelize(hf_model, mesh, adapters)
+    model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled)
     load_slices(case.folder, [s for s in model.shards if s.layout.source in names], names)
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):

@@ -18,11 +18,12 @@ from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec import tolerance
 from shardwise.spec.layout import ParamLayout
-from shardwise.spec.run import TrainConfig
+from shardwise.spec.run import LoraConfig, TrainConfig
 from shardwise.testing import run_distributed
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import train_step
 from tests.fixtures import make_model, make_rows
+from tests.parallel import lora_harness
 from tests.parallel.harness import (
     ADAMW,
     SGD,
@@ -177,6 +178,28 @@ def test_67_what_is_kept_in_fp32_and_what_is_not(degrees: dict[str, int], folder
         low, full = {"torch.bfloat16"}, {"torch.float32"}
         assert (seen["activations"], seen["border"]) == (low, low)
         assert (seen["values"], seen["states"], seen["gradients"], seen["buffers"]) == (full, full, full, full)
+
+
+LORA = LoraConfig(r=4, alpha=8.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "tp2-pp2-dp2"])
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_beside_a_bf16_model_equal_one_process(
+    model: str, layout: str, folders: dict[str, Path], tmp_path: Path, note_error: Any
+) -> None:
+    """The one process computes adapters in bf16 from fp32 masters, as ours do; plain peft would in fp32."""
+    plain = _case(folders[model], layout, ADAMW)
+    adapter = lora_harness.make_adapter(folders[model], tmp_path / "adapter", LORA)
+    case = lora_harness.LoraCase(**{**vars(plain), "lora": LORA, "adapter": adapter})
+    parts = [ranks[0] for ranks in run_distributed(lora_harness.run_cases, case.strategy.world_size, [case])]
+    want = lora_harness.reference(case)
+    errors = compare(assemble(parts), want)
+    note_error("bf16 lora loss", errors.loss)
+    assert errors.loss <= tolerance.BF16_LOSS
+    assert all(part.frozen_kept for part in parts)
+    assert {values.dtype for part in parts for _, values in part.weights + part.gradients} == {torch.float32}
 
 
 def _frozen(rank: int, case: Case) -> list[tuple[str, bool, str, str, bool, bool, torch.Tensor]]:

@@ -42,6 +42,7 @@ def test_a_saved_plan_loads_equal(plan: Plan, tmp_path: Path) -> None:
         (["strategy", "warp"], 1, ["damaged", "warp"]),
         (["strategy", "dp_shard"], "2", ["damaged"]),
         (["strategy", "micro_batch_size"], 0, ["damaged"]),
+        (["strategy", "gradient_aggregation_group"], 0, ["gradient_aggregation_group = 0", "above 0 or null"]),
         (["strategy", "dp_replicate"], 2, ["8 devices", "for 16"]),
         (["global_batch_size"], 6, ["6 rows", "multiple of 4"]),
         (["global_batch_size"], 0, ["0 rows", "multiple of 4"]),

@@ -29,7 +29,6 @@ NOT_BUILT = [
     "data.format=alpaca",
     "data.packing=true",
     "data.val_size=0.1",
-    "train.compile=true",
     "cp=2",
     "ep=2",
     "sequence_parallel=true",

@@ -1,0 +1,47 @@
+"""Compiled blocks give the numbers of eager ones, and are compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.compiler import missing_for_compiling
+from shardwise.parallel.compiled import CompileClock
+from shardwise.spec import tolerance
+from shardwise.testing import run_distributed
+from tests.fixtures import make_model, make_rows
+from tests.parallel.harness import Case, RankPart, assemble, compare, reference, run_case, strategy
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(missing_for_compiling("cpu") != "", reason="no compiler on this machine"),
+]
+
+
+def _run(rank: int, case: Case) -> tuple[RankPart, float, float, int]:
+    from torch._dynamo.utils import counters
+
+    clock = CompileClock()
+    part = run_case(case)
+    return part, clock.take(), clock.take(), counters["stats"]["unique_graphs"]
+
+
+def test_equals_one_eager_process_and_compiles_once(tmp_path: Path) -> None:
+    """Lengths differ from step to step; half of the blocks are recomputed, and evaluation has no gradients."""
+    folder = make_model(tmp_path, "qwen3-tied")
+    rows = tuple(make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)))
+    case = Case(folder, strategy(tp=2, recompute=2), rows, 4, 6, eval_batch_size=5, compiled=True)
+    by_rank = run_distributed(_run, 2, case, timeout=800)
+    got, want = assemble([part for part, _, _, _ in by_rank]), reference(case)
+    errors = compare(got, want)
+    assert errors.loss <= tolerance.FP32_LOSS
+    assert errors.norm <= tolerance.FP32_NORM
+    assert errors.gradient <= tolerance.FP32_GRADIENT, errors.worst_gradient
+    assert errors.weight <= tolerance.SGD_WEIGHTS
+    assert got.eval_loss == pytest.approx(want.eval_loss, rel=tolerance.FP32_LOSS)
+    for _, seconds, after, num_graphs in by_rank:
+        assert seconds > 1.0
+        assert after == 0.0
+        assert num_graphs <= 3  # training, recomputed blocks, evaluation: not one a block, a length or a step
