@@ -7,7 +7,7 @@ batch, torch's cross-entropy, optimizer and clipping.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from shardwise.checkpoint.hf import load_slices
 from shardwise.data.loader import Loader, LoaderSettings
@@ -34,6 +31,7 @@ from shardwise.testing import run_distributed
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import evaluate, train_step
+from tests.parallel.exact import Exact
 
 
 @dataclass(frozen=True)
@@ -94,26 +92,8 @@ def to_rows(raw: Sequence[dict[str, list[int]]]) -> list[Row]:
     ]
 
 
-@contextlib.contextmanager
-def float64_norms() -> Iterator[None]:
-    """RMSNorm rounds to fp32 inside, also in a float64 model; here it does not, so that mistakes stand alone."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    classes = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-    saved = [c.forward for c in classes]
-    try:
-        for c in classes:
-            c.forward = forward
-        yield
-    finally:
-        for c, original in zip(classes, saved, strict=True):
-            c.forward = original
-
-
 def _precision(case: Case) -> contextlib.AbstractContextManager[None]:
-    return float64_norms() if case.dtype is torch.float64 else contextlib.nullcontext()
+    return Exact() if case.dtype is torch.float64 else contextlib.nullcontext()
 
 
 def reference(case: Case) -> Outcome:
