@@ -62,7 +62,8 @@ def find_chain(model: PreTrainedModel, structure: Structure) -> Chain:
     outside = [
         name
         for name, module in model.named_modules()
-        if not f"{name}.".startswith(f"{structure.blocks}.") and next(module.parameters(recurse=False), None) is not None
+        if not f"{name}.".startswith(f"{structure.blocks}.")
+        and next(module.parameters(recurse=False), None) is not None
     ]
     record = _Record(calls={name: set() for name in outside})
     with ExitStack() as stack:

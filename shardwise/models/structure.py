@@ -40,7 +40,8 @@ def find_structure(model: PreTrainedModel) -> Structure:
     lists = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_blocks
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_blocks
         # Lists inside of a block (experts) may be as long.
         and not any(part.isdigit() for part in name.split("."))
     ]

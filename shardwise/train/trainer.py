@@ -189,7 +189,12 @@ class Trainer:
             write_whole(self.folder / "export", self._write_adapter)
             return
         export_model(
-            Path(self.parts.run.model), self.folder / "export", loaded.shapes, loaded.model.shards, loaded.export_dtype
+            Path(self.parts.run.model),
+            self.folder / "export",
+            loaded.shapes,
+            loaded.model.shards,
+            loaded.export_dtype,
+            loaded.naming,
         )
 
     def _write_adapter(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.hf import load_slices
+from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta
@@ -99,7 +100,9 @@ def _precision(case: Case) -> contextlib.AbstractContextManager[None]:
 def reference(case: Case) -> Outcome:
     """The run in this process by plain transformers and torch."""
     with _precision(case):
-        model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype).train()
+        model = AutoModelForCausalLM.from_pretrained(
+            case.folder, dtype=case.dtype, experts_implementation="eager"
+        ).train()
         train = case.train
         optimizer: torch.optim.Optimizer
         # In bf16 what is stepped are fp32 copies; elsewhere the parameters themselves.
@@ -182,10 +185,10 @@ class RankPart:
 def build(case: Case) -> tuple[ParallelModel, Mesh]:
     """This rank's part of the case's model, with its weights."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
-    hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
-    names = [name for name, _ in hf_model.named_parameters()]
+    hf_model = build_on_meta(case.folder, None, case.dtype)
+    naming = naming_of_folder(case.folder, hf_model)
     model, _ = parallelize(hf_model, mesh)
-    load_slices(case.folder, model.shards, names)
+    load_slices(case.folder, model.shards, naming.parts, naming=naming)
     return model, mesh
 
 
