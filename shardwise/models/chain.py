@@ -59,6 +59,7 @@ def find_chain(model: PreTrainedModel, structure: Structure) -> Chain:
             blocks or of the embedding than its hidden state, or a head that does.
     """
     blocks = model.get_submodule(structure.blocks)
+    ends = tuple(f"{name}." for name in (structure.blocks, structure.embedding, structure.head))
     outside = [
         name
         for name, module in model.named_modules()

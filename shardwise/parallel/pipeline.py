@@ -52,7 +52,7 @@ class Absent(nn.Module):
     """
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x if isinstance(x, torch.Tensor) and x.is_floating_point() else torch.zeros(())
+        return x if isinstance(x, torch.Tensor) and x.dim() > 2 else torch.zeros(())
 
 
 class Entry(PassThrough):
