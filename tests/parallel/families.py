@@ -63,15 +63,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"use_qk_norm": True}),
     "cohere2": ("cohere2", {"sliding_window": 8}),
     "gptj": ("gptj", {"rotary_dim": 4}),
-    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "opt": (
+        "opt",
+        {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 32,
+            "dropout": 0.0,
+        },
+    ),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "exaone4": ("exaone4", {"sliding_window": 8}),
     "smollm3": ("smollm3", {}),
-    "bloom": ("bloom", {"n_layer": 4, "n_head": 4, "hidden_dropout": 0.0}),
+    "bloom": ("bloom", {"num_key_value_heads": None, "n_layer": 4, "n_head": 4, "hidden_dropout": 0.0}),
     "falcon": ("falcon", {}),
     "codegen": ("codegen", {"rotary_dim": 4}),
     "nemotron": ("nemotron", {}),
-    "persimmon": ("persimmon", {}),
+    "persimmon": ("persimmon", {"num_key_value_heads": None}),
 }
 
 
