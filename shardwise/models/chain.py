@@ -63,8 +63,7 @@ def find_chain(model: PreTrainedModel, structure: Structure) -> Chain:
     outside = [
         name
         for name, module in model.named_modules()
-        if not f"{name}.".startswith(f"{structure.blocks}.")
-        and next(module.parameters(recurse=False), None) is not None
+        if not f"{name}.".startswith(ends) and next(module.parameters(recurse=False), None) is not None
     ]
     record = _Record(calls={name: set() for name in outside})
     with ExitStack() as stack:
@@ -196,8 +195,6 @@ def _reached(tensor: torch.Tensor) -> set[int]:
 def _chain(model: PreTrainedModel, structure: Structure, record: _Record) -> Chain:
     before, after = [], []
     for name, calls in record.calls.items():
-        if name in (structure.embedding, structure.head):
-            continue
         if calls == {0}:
             before.append(name)
         elif calls == {structure.num_blocks}:
