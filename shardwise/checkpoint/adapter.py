@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.export import COMPANIONS, copy_companions, write_files
+from shardwise.checkpoint.naming import plain_naming
 from shardwise.models.lora import Adapters
 from shardwise.models.shard import Shard
 
@@ -43,4 +44,4 @@ def write_adapter(source: Path, folder: Path, adapters: Adapters, shards: Iterab
         config.base_model_name_or_path, config.inference_mode = str(source.absolute()), True
         config.save_pretrained(str(folder))
     dist.barrier()
-    write_files(folder, {WEIGHTS_FILE: list(shapes)}, shapes, named, torch.float32)
+    write_files(folder, {WEIGHTS_FILE: list(shapes)}, plain_naming(shapes, torch.float32), named)

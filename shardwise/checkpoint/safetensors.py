@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,18 +43,20 @@ class Entry:
 class TensorFolder:
     """The tensors of a folder with one or many safetensors files; a context that closes the files again.
 
+    A tensor that is not floating-point is refused, or left out where its name matches one of the patterns ``ignored``.
+
     Raises:
         CheckpointError: no such file, one that the index names and that is missing, or one that is broken.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ignored: Sequence[str] = ()) -> None:
         self.entries: dict[str, Entry] = {}
         for file, names in _files(folder).items():
-            found = read_header(file)
-            missing = sorted(set(names) - set(found)) if names is not None else []
+            found = read_header(file, ignored)
+            missing = sorted(n for n in names if n not in found and not _matches(n, ignored)) if names else []
             if missing:
                 raise CheckpointError(str(file), f"it lacks {missing[0]}, which {INDEX_FILE} places there", _COPY_AGAIN)
-            self.entries |= found if names is None else {name: found[name] for name in names}
+            self.entries |= found if names is None else {name: found[name] for name in names if name in found}
         self._stack = ExitStack()
         self._open: dict[Path, int] = {}
 
@@ -140,8 +143,12 @@ def _pread(descriptor: int, into: memoryview, offset: int, file: Path) -> None:
         into, offset = into[count:], offset + count
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """Name -> entry of a safetensors file.
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def read_header(file: Path, ignored: Sequence[str] = ()) -> dict[str, Entry]:
+    """Name -> entry of a safetensors file; integers whose name matches one of the patterns ``ignored`` are left out.
 
     Raises:
         CheckpointError: a file that cannot be read, that is no safetensors file, whose data do not end where its
@@ -155,7 +162,8 @@ def read_header(file: Path) -> dict[str, Entry]:
                 raise ValueError("its header does not fit into it")
             header: dict[str, Any] = json.loads(handle.read(length))
         header.pop("__metadata__", None)
-        entries = {name: _entry(file, name, value, 8 + length) for name, value in header.items()}
+        kept = {n: value for n, value in header.items() if value["dtype"] in DTYPES or not _matches(n, ignored)}
+        entries = {name: _entry(file, name, value, 8 + length) for name, value in kept.items()}
         end = max((value["data_offsets"][1] for value in header.values()), default=0)
         if 8 + length + end != size:
             raise ValueError(f"its data should end at byte {8 + length + end}, and it has {size}")

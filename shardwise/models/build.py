@@ -6,19 +6,49 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 
 
-def build_on_meta(model_dir: Path, attn_implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a folder's ``config.json``, all parameters and buffers on ``meta``, in training mode."""
-    config = AutoConfig.from_pretrained(model_dir)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation
-        )
+def build_on_meta(
+    model_dir: Path, attn_implementation: str | None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model of a folder's ``config.json``, all parameters and buffers on ``meta``, in training mode.
+
+    Args:
+        attn_implementation: ``sdpa`` or ``eager``; None: the first of them that the model has.
+
+    Raises:
+        ConfigError: transformers knows no causal language model of this type, cannot read the configuration,
+            or the model lacks that kind of attention.
+    """
+    value = f"{model_dir / 'config.json'}"
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(value, f"transformers cannot read it ({error})", "Correct the file") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        rule = f"transformers has no causal language model of type {config.model_type!r}"
+        raise ConfigError(value, rule, "Use a model that generates text")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if attn_implementation is not None and "attention implementation" in str(error):
+            rule = f"{config.model_type} does not have it in transformers"
+            raise ConfigError(f"attn_implementation = {attn_implementation!r}", rule, "Leave it out") from error
+        raise ConfigError(value, f"transformers cannot build this model ({error})", "Correct the file") from error
+    _choose_experts(model)
     return model.train()
+
+
+def _choose_experts(model: PreTrainedModel) -> None:
+    """On a CPU the loop over experts: each computes its own tokens, where a batched product gathers whole weights."""
+    if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
+        model.set_experts_implementation("eager")
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -38,33 +68,28 @@ def recompute_buffers(model: PreTrainedModel) -> None:
     """Fill the buffers that no file holds (rotary frequencies) by the model's own initialisation.
 
     ``to_empty`` leaves them as garbage. They are set to NaN first, so that one that the model does
-    not fill is found here and not in the loss.
+    not fill is found here and not in the loss. Parameters beside them keep their values.
 
     Raises:
         PlanError: a buffer that the model's initialisation leaves unset.
     """
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers' own mark: its initialisation leaves it alone
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue
-        _require_no_parameters(name, module)
+        stored = sorted(set(buffers) - module._non_persistent_buffers_set)
+        if stored:
+            raise _refused(f"{name}.{stored[0]}", "it is kept in files, and only parameters are read and saved")
         for buffer in buffers.values():
             buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()
         model._init_weights(module)
         for buffer_name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and bool(buffer.isnan().any()):
-                raise PlanError(
-                    f"buffer {name}.{buffer_name}",
-                    "no file holds it and the model's own initialisation does not fill it",
-                    "This architecture is not available in this version",
-                )
+                rule = "no file holds it and the model's own initialisation does not fill it"
+                raise _refused(f"{name}.{buffer_name}", rule)
 
 
-def _require_no_parameters(name: str, module: nn.Module) -> None:
-    # Re-running a module's initialisation would also overwrite its parameters.
-    if next(module.parameters(recurse=False), None) is not None:
-        raise PlanError(
-            f"module {name}",
-            "it holds buffers next to parameters, and they cannot be recomputed apart",
-            "This architecture is not available in this version",
-        )
+def _refused(buffer: str, rule: str) -> PlanError:
+    return PlanError(f"buffer {buffer}", rule, "This architecture is not available in this version")

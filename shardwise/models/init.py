@@ -49,7 +49,7 @@ def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
     """
     found: dict[int, Distribution] = {}
     with _recorded(found):
-        for module in model.modules():
+        for module in _children_first(model):
             model._init_weights(module)
     result = {}
     for name, parameter in model.named_parameters():
@@ -61,6 +61,13 @@ def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
             drawn = result[f"{name}.weight"]
             result[f"{name}.weight"] = Distribution(drawn.mean, drawn.std, module.padding_idx)
     return result
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """As transformers walks: a block may draw its children's weights anew (GPT-2 scales its projections)."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 @contextmanager
@@ -75,7 +82,12 @@ def _recorded(found: dict[int, Distribution]) -> Iterator[None]:
         found[id(tensor)] = Distribution(value, 0.0)
         return tensor
 
-    replacements: dict[str, Callable[..., torch.Tensor]] = {
+    def unknown(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        found.pop(id(tensor), None)
+        return tensor
+
+    others = [name for name in dir(hf_init) if name.endswith("_") and not name.startswith("_")]
+    replacements: dict[str, Callable[..., torch.Tensor]] = dict.fromkeys(others, unknown) | {
         "normal_": normal,
         "constant_": constant,
         "zeros_": lambda tensor: constant(tensor, 0.0),
@@ -122,9 +134,18 @@ def fill_random(shards: Iterable[Shard], dists: dict[str, Distribution], seed: i
     """Fill every shard with its part of the random initial values."""
     for shard in shards:
         layout = shard.layout
+        dist = dists[layout.source]
+        if len(layout.shape) > 2:  # stacked experts: each is drawn by itself
+            for place, index in enumerate(range(*layout.ranges[0])):
+                part = draw(layout.shape[1:], layout.ranges[1], f"{layout.source}/{index}", seed, dist)
+                shard.data[place].copy_(_cut(part, layout.slices[2:]))
+            continue
         start, stop = layout.ranges[0]
         for first in range(start, stop, ROWS_PER_CHUNK):  # one chunk in memory at a time
             last = min(first + ROWS_PER_CHUNK, stop)
-            values = draw(layout.shape, (first, last), layout.source, seed, dists[layout.source])
-            part = torch.from_numpy(np.ascontiguousarray(values[(slice(None), *layout.slices[1:])]))
-            shard.data[first - start : last - start].copy_(part)
+            values = draw(layout.shape, (first, last), layout.source, seed, dist)
+            shard.data[first - start : last - start].copy_(_cut(values, layout.slices[1:]))
+
+
+def _cut(values: np.ndarray, slices: tuple[slice, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values[(slice(None), *slices)]))

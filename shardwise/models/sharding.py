@@ -26,10 +26,18 @@ class Style(StrEnum):
     KV_SLICE = "kv_slice"  # more tensor ranks than key/value heads: whole weight, each rank computes its head
     VOCAB_EMBEDDING = "vocab_embedding"  # rows split; all-reduce of the output
     VOCAB_HEAD = "vocab_head"  # output features split, logits stay split; all-reduce of the input's gradient
+    COLUMN_GATHER = "column_gather"  # as column; all-gather of the output, reduce-scatter of its gradient
+    ROW_SPLIT = "row_split"  # as row; each rank takes its part of a whole input
     PARTIAL = "partial"  # replicated weight that sees only this rank's heads: gradient summed once a step
 
 
-_PUBLISHED = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "replicated_with_grad_allreduce": Style.PARTIAL}
+_PUBLISHED = {
+    "colwise": Style.COLUMN,
+    "rowwise": Style.ROW,
+    "colwise_gather_output": Style.COLUMN_GATHER,
+    "rowwise_split_input": Style.ROW_SPLIT,
+    "replicated_with_grad_allreduce": Style.PARTIAL,
+}
 
 
 @dataclass(frozen=True)
@@ -53,22 +61,33 @@ def published_table(model: PreTrainedModel, structure: Structure, degree: int) -
         return ShardingTable(1, {})
     config = model.config.get_text_config()
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    if not plan:
-        raise PlanError(f"strategy.tp = {degree}", f"{type(model).__name__} publishes no tensor plan", "Use tp=1")
+    refused = f"strategy.tp = {degree}"
+    if not any(pattern.rpartition(".")[2] != "embed_tokens" and "*" in pattern for pattern in plan):
+        raise PlanError(refused, f"transformers publishes no tensor plan for {type(model).__name__}", "Use tp=1")
     base = structure.blocks.rpartition(".")[0]
     styles: dict[str, Style] = {
         structure.embedding: Style.VOCAB_EMBEDDING,
         structure.head: Style.VOCAB_HEAD,
     }
-    split_kv = config.num_key_value_heads % degree == 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for name, module in model.named_modules():
         published = next((s for p, s in plan.items() if fnmatch.fnmatchcase(name, f"{base}.{p}")), None)
-        if published is None or not any(True for _ in module.parameters(recurse=False)):
+        if published is None or name in styles or not any(True for _ in module.parameters(recurse=False)):
             continue
         if published not in _PUBLISHED:
-            raise PlanError(f"strategy.tp = {degree}", f"{name} has the unknown style {published!r}", "Use tp=1")
+            raise PlanError(refused, f"{name} is to be split as {published!r}, which is not available", "Use tp=1")
         style = _PUBLISHED[published]
-        if style is Style.COLUMN and not split_kv and name.rpartition(".")[2] in ("k_proj", "v_proj"):
+        if style is Style.COLUMN and kv_heads % degree and name.rpartition(".")[2] in ("k_proj", "v_proj"):
             style = Style.KV_SLICE
         styles[name] = style
-    return ShardingTable(degree, styles)
+    return ShardingTable(degree, styles | _between_gather_and_split(model, styles))
+
+
+def _between_gather_and_split(model: PreTrainedModel, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Whole weights beside gathered projections (q/k norms): each rank's gradient is that of its part alone."""
+    parents = {name.rpartition(".")[0] for name, style in styles.items() if style is Style.COLUMN_GATHER}
+    return {
+        name: Style.PARTIAL
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in parents and name not in styles and any(True for _ in module.parameters())
+    }

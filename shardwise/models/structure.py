@@ -1,4 +1,4 @@
-"""What a causal language model is made of: embedding, blocks, what follows them, head, ties."""
+"""What a causal language model is made of: embedding, blocks, head, ties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Structure:
         num_blocks: its length.
         embedding: the token embedding.
         head: the projection onto the vocabulary.
-        after: what stands between the last block and the head (final norm).
         tied: whether head and embedding are one parameter.
     """
 
@@ -27,23 +26,24 @@ class Structure:
     num_blocks: int
     embedding: str
     head: str
-    after: tuple[str, ...]
     tied: bool
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
-    """The structure of a model whose base is: embedding, a list of blocks, a final norm.
+    """The structure of a model that has a token embedding, one list of blocks and a head.
 
     Raises:
-        PlanError: the base model has no single list of ``num_hidden_layers`` blocks.
+        PlanError: the model has no single list of ``num_hidden_layers`` blocks, no embedding or no head.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    base = model.base_model
-    base_name = names[id(base)]
-    children = [(f"{base_name}.{name}", child) for name, child in base.named_children()]
     num_blocks = model.config.get_text_config().num_hidden_layers
     lists = [
-        i for i, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList) and len(child) == num_blocks
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_blocks
+        # Lists inside of a block (experts) may be as long.
+        and not any(part.isdigit() for part in name.split("."))
     ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if len(lists) != 1 or embedding is None or head is None:
@@ -52,12 +52,10 @@ def find_structure(model: PreTrainedModel) -> Structure:
             f"expected one list of {num_blocks} blocks between an embedding and a head",
             "This architecture is not available in this version",
         )
-    after = tuple(name for name, child in children[lists[0] + 1 :] if any(True for _ in child.parameters()))
     return Structure(
-        blocks=children[lists[0]][0],
+        blocks=lists[0],
         num_blocks=num_blocks,
         embedding=names[id(embedding)],
         head=names[id(head)],
-        after=after,
         tied=head.weight is embedding.weight,
     )

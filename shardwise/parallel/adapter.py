@@ -17,6 +17,8 @@ _PARTS = {
     Style.VOCAB_HEAD: (Style.PARTIAL, Style.COLUMN),
     Style.KV_SLICE: (Style.PARTIAL, Style.PARTIAL),
     Style.ROW: (Style.ROW, Style.PARTIAL),
+    Style.COLUMN_GATHER: (Style.PARTIAL, Style.COLUMN),
+    Style.ROW_SPLIT: (Style.ROW, Style.PARTIAL),
 }
 
 

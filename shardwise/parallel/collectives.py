@@ -49,6 +49,29 @@ class _SumBackward(torch.autograd.Function):
         return grad, None
 
 
+class _GatherForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        size = dist.get_world_size(group)
+        parts = part.new_empty((size * part.shape[0], *part.shape[1:]))
+        dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
+        return parts.unflatten(0, (size, -1)).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        size = dist.get_world_size(ctx.group)
+        shares = grads[0].unflatten(-1, (size, -1)).movedim(-2, 0).contiguous()
+        grad = torch.empty_like(shares[0])
+        dist.reduce_scatter_tensor(grad, shares.flatten(0, 1), group=ctx.group)
+        return grad, None
+
+
+def gather_forward(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The ranks' parts of the last dim side by side; of its gradient each rank has a share, and they are summed."""
+    return _GatherForward.apply(part, group)
+
+
 def sum_forward(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum of the ranks' partial results (overwrites ``partial``); the gradient passes through."""
     if torch.compiler.is_compiling():

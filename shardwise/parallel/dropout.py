@@ -97,7 +97,7 @@ def install_dropout(model: nn.Module, table: ShardingTable, mesh: Mesh, streams:
         layer_name = name.removesuffix(f".lora_dropout.{ADAPTER}")
         layer = model.get_submodule(layer_name)
         part = None
-        if has_adapter(layer) and table.styles.get(layer_name) is Style.ROW:
+        if has_adapter(layer) and table.styles.get(layer_name) in (Style.ROW, Style.ROW_SPLIT):
             size = layer.base_layer.in_features
             part = (size, *chunk_range(size, table.degree, mesh.coordinate("tp")))
         setattr(model.get_submodule(parent), child, SeededDropout(module.p, layer_name, streams, part))

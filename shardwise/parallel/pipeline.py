@@ -1,8 +1,8 @@
 """Pipeline parallelism: one stage of an unmodified model, and the groups that its ends share.
 
 The model's own ``forward`` stays. Blocks, embedding, norm and head that a stage does not own become
-pass-through modules; the received hidden state enters as ``inputs_embeds``, and a stage that does not
-own the head returns the hidden state in place of the logits.
+stand-ins; the received hidden state enters where the block before the stage's first would have returned it,
+and a stage that does not own the head returns what its last block does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.models.chain import find_chain
 from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
 from shardwise.parallel.dropout import DropoutStreams
@@ -28,18 +29,60 @@ from shardwise.spec.strategy import Strategy
 class PassThrough(nn.Module):
     """Stands in for a module that another stage owns: returns its first input.
 
-    The model may read plain attributes of a block (``attention_type``), so they are handed on.
+    The model may read plain attributes of a block (``attention_type``), so they are handed on. With
+    ``num_outputs`` above 0 a tuple of that length is returned, as the blocks of some models do.
     """
 
-    def __init__(self, replaced: nn.Module) -> None:
+    def __init__(self, replaced: nn.Module, num_outputs: int = 0) -> None:
         super().__init__()
+        self._num_outputs = num_outputs
         own = vars(self)
         for name, value in vars(replaced).items():
             if name not in own and not name.startswith("_") and isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) + (None,) * (self._num_outputs - 1) if self._num_outputs else hidden_states
+
+
+class Absent(nn.Module):
+    """Stands in for a module of the embedding (positions, norms) on a later stage, where its result is not used.
+
+    A hidden state passes through; in place of looked-up positions there is a zero, to which any shape adds.
+    """
+
+    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return x if isinstance(x, torch.Tensor) and x.dim() > 2 else torch.zeros(())
+
+
+class Entry(PassThrough):
+    """The block before a stage's first: drops what the model made of its embedding, returns the received state."""
+
+    received: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        received, self.received = self.received, None
+        assert received is not None
+        return super().forward(received)
+
+
+class Exit(PassThrough):
+    """The block after a stage's last: keeps the stage's result, and hands on a stand-in without gradient.
+
+    What follows the blocks (soft-capping, scaling) must not touch the hidden state that is sent.
+    """
+
+    result: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.result = hidden_states
+        return super().forward(hidden_states.detach())
+
+    def take(self) -> torch.Tensor:
+        """The result of the last pass, let go of here."""
+        result, self.result = self.result, None
+        assert result is not None
+        return result
 
 
 class Stage(nn.Module):
@@ -50,21 +93,36 @@ class Stage(nn.Module):
     else the hidden state. ``position_ids`` is [rows, length].
     """
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], is_first: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        blocks: Sequence[nn.Module],
+        entry: Entry | None = None,
+        exit_: Exit | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
-        self.is_first = is_first
+        self.ends = (entry, exit_)  # a tuple for the same reason
         self.dropout: DropoutStreams | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.ends[0] is None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if self.dropout is not None and self.training:
             self.dropout.next_micro_batch()
-        key = "input_ids" if self.is_first else "inputs_embeds"
+        entry, exit_ = self.ends
+        if entry is not None:
+            # The model's forward scales or adds to what it takes for embeddings, so it gets a stand-in of this
+            # shape, and the first block of this stage the received state as it is.
+            entry.received, x = x, x.detach()
+        key = "input_ids" if entry is None else "inputs_embeds"
         # Always positions and never a cache: only so are masks right for every attention implementation.
         output = self.model(**{key: x}, position_ids=position_ids, use_cache=False)
-        logits: torch.Tensor = output.logits
-        return logits
+        result: torch.Tensor = output.logits if exit_ is None else exit_.take()
+        return result
 
 
 @dataclass(frozen=True)
@@ -90,21 +148,40 @@ def cut_stage(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> tuple
     """
     cut = stage_cuts(mesh.strategy)[mesh.coordinate("pp")]
     blocks = model.get_submodule(structure.blocks)
-    for index in range(structure.num_blocks):
-        if not cut.first_block <= index < cut.last_block:
-            blocks[index] = PassThrough(blocks[index])
-    foreign = [] if mesh.is_first_stage else [structure.embedding]
-    foreign += [] if mesh.is_last_stage else [structure.head, *structure.after]
-    for name in foreign:
-        _pass_through(model, name)
-    stage = Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)], mesh.is_first_stage)
+    entry: Entry | None = None
+    exit_: Exit | None = None
+    if mesh.size("pp") > 1:
+        entry, exit_ = _cut_modules(model, structure, mesh, cut)
+    stage = Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)], entry, exit_)
     return stage, _whole_layouts(model, structure, mesh)
 
 
-def _pass_through(model: nn.Module, name: str) -> None:
+def _cut_modules(
+    model: PreTrainedModel, structure: Structure, mesh: Mesh, cut: StageCut
+) -> tuple[Entry | None, Exit | None]:
+    """Put stand-ins in the place of every module with weights that another stage owns."""
+    chain = find_chain(model, structure)
+    blocks = model.get_submodule(structure.blocks)
+    entry, exit_ = None, None
+    for index in range(structure.num_blocks):
+        if index == cut.first_block - 1:
+            blocks[index] = entry = Entry(blocks[index], chain.num_outputs)
+        elif index == cut.last_block:
+            blocks[index] = exit_ = Exit(blocks[index], chain.num_outputs)
+        elif not cut.first_block <= index < cut.last_block:
+            blocks[index] = PassThrough(blocks[index], chain.num_outputs)
+    if not mesh.is_first_stage:
+        for name in (structure.embedding, *chain.before):
+            _replace(model, name, Absent())
+    if not mesh.is_last_stage:
+        for name in (structure.head, *chain.after):
+            _replace(model, name, PassThrough(model.get_submodule(name)))
+    return entry, exit_
+
+
+def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    setattr(owner, child, PassThrough(getattr(owner, child)))
+    setattr(model.get_submodule(parent), child, stand_in)
 
 
 def _whole_layouts(model: nn.Module, structure: Structure, mesh: Mesh) -> dict[str, ParamLayout]:

@@ -20,7 +20,7 @@ from shardwise.errors import PlanError
 from shardwise.models.lora import has_adapter
 from shardwise.models.sharding import ShardingTable, Style
 from shardwise.parallel.adapter import LowRank, add_low_rank, low_rank, pieces
-from shardwise.parallel.collectives import sum_backward, sum_forward
+from shardwise.parallel.collectives import gather_forward, sum_backward, sum_forward
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout, chunk_range
 
@@ -29,7 +29,10 @@ _SPLIT_DIM = {
     Style.VOCAB_EMBEDDING: 0,
     Style.VOCAB_HEAD: 0,
     Style.ROW: 1,
+    Style.COLUMN_GATHER: 0,
+    Style.ROW_SPLIT: 1,
 }
+_READS_INPUT = (Style.COLUMN, Style.KV_SLICE, Style.COLUMN_GATHER)
 
 
 class SharedInput:
@@ -89,7 +92,11 @@ def apply_tensor(
         return layouts
     config = model.config.get_text_config()
     context = _Context(
-        mesh.group("tp"), table.degree, mesh.coordinate("tp"), config.num_attention_heads, config.num_key_value_heads
+        mesh.group("tp"),
+        table.degree,
+        mesh.coordinate("tp"),
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
     )
     modules = {
         name: module
@@ -100,14 +107,25 @@ def apply_tensor(
     layouts = _split_parameters(model, modules, table, context, layouts)
     for parent, siblings in _by_parent(modules).items():
         styles = {name: table.styles[name] for name in siblings}
-        readers = sum(style in (Style.COLUMN, Style.KV_SLICE) for style in styles.values())
+        readers = sum(style in _READS_INPUT for style in styles.values())
         shared = SharedInput(readers, context.group)
         for name, style in styles.items():
             _set_forward(name, modules[name], style, context, shared)
         if Style.KV_SLICE in styles.values():
             # One key/value head serves all query heads of this rank.
             model.get_submodule(parent).num_key_value_groups = context.num_heads // context.degree
+        if Style.COLUMN in styles.values():
+            _count_local_heads(model.get_submodule(parent), context)
     return layouts
+
+
+def _count_local_heads(attention: nn.Module, context: _Context) -> None:
+    """Head counts that some forwards read of their module become those of this rank."""
+    counts = dict.fromkeys(("num_heads", "num_attention_heads", "n_head"), context.num_heads)
+    counts |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), context.num_kv_heads)
+    for name, whole in counts.items():
+        if vars(attention).get(name) == whole:
+            setattr(attention, name, max(1, whole // context.degree))
 
 
 def _split_parameters(
@@ -161,20 +179,27 @@ def _by_parent(names: Iterable[str]) -> dict[str, list[str]]:
 def _set_forward(name: str, module: nn.Module, style: Style, context: _Context, shared: SharedInput) -> None:
     if style is Style.PARTIAL:
         return  # computes as it is; only its gradient is summed
-    expected: type[nn.Module] = nn.Embedding if style is Style.VOCAB_EMBEDDING else nn.Linear
     base = module.base_layer if has_adapter(module) else module
-    if type(base) is not expected:
+    is_embedding = style is Style.VOCAB_EMBEDDING
+    if not isinstance(base, nn.Embedding) if is_embedding else type(base) is not nn.Linear:
+        expected = "embedding" if is_embedding else "linear layer"
         raise PlanError(
-            f"strategy.tp = {context.degree}", f"{name} is a {type(base).__name__}, not a {expected.__name__}", "tp=1"
+            f"strategy.tp = {context.degree}", f"{name} is a {type(base).__name__}, no {expected}", "Use tp=1"
         )
-    if style is Style.VOCAB_EMBEDDING:
+    if is_embedding:
         module.forward = _embedding_forward(base, context)  # type: ignore[method-assign]
         return
+    if style in (Style.COLUMN_GATHER, Style.ROW_SPLIT):
+        size = base.out_features if style is Style.COLUMN_GATHER else base.in_features
+        if size % context.degree:
+            raise PlanError(f"strategy.tp = {context.degree}", f"does not divide the {size} features of {name}", "tp=1")
     layer = _Layer(base, low_rank(module, context.kv_rows(base) if style is Style.KV_SLICE else slice(None)))
     module.forward = {  # type: ignore[method-assign]
         Style.COLUMN: _column_forward,
         Style.VOCAB_HEAD: _head_forward,
         Style.ROW: _row_forward,
+        Style.COLUMN_GATHER: _column_gather_forward,
+        Style.ROW_SPLIT: _row_split_forward,
         Style.KV_SLICE: _kv_slice_forward,
     }[style](layer, context, shared)
 
@@ -215,6 +240,25 @@ def _row_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forwa
     return forward
 
 
+def _column_gather_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
+    column = _column_forward(layer, context, shared)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return gather_forward(column(x), context.group)
+
+    return forward
+
+
+def _row_split_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
+    row = _row_forward(layer, context, shared)
+    start, stop = chunk_range(layer.module.in_features, context.degree, context.rank)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return row(x[..., start:stop])
+
+    return forward
+
+
 def _kv_slice_forward(layer: _Layer, context: _Context, shared: SharedInput) -> Forward:
     rows = context.kv_rows(layer.module)
 
@@ -229,11 +273,12 @@ def _kv_slice_forward(layer: _Layer, context: _Context, shared: SharedInput) -> 
 def _embedding_forward(module: nn.Embedding, context: _Context) -> Forward:
     start, stop = chunk_range(module.num_embeddings, context.degree, context.rank)
     padding = module.padding_idx
-    local_padding = padding - start if padding is not None and start <= padding < stop else None
+    module.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+    look_up = module.forward  # the class's own: it may scale what it looks up
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         foreign = (ids < start) | (ids >= stop)
-        rows = F.embedding((ids - start).masked_fill(foreign, 0), module.weight, padding_idx=local_padding)
+        rows = look_up((ids - start).masked_fill(foreign, 0))
         return sum_forward(rows.masked_fill(foreign.unsqueeze(-1), 0.0), context.group)
 
     return forward

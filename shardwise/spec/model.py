@@ -1,37 +1,55 @@
 """A model as its ``config.json`` describes it: what a strategy can be checked against before any import.
 
-Reads JSON alone, no torch and no transformers. The families are those whose split is known in this
-version; defaults for keys that a ``config.json`` leaves out are those of the family.
+Reads JSON alone, no torch and no transformers. Any causal language model can be described; whether it can be
+built and cut the workers find out from its modules, before weights load.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import NOT_AVAILABLE, nearest_multiples
 from shardwise.errors import ConfigError
+from shardwise.spec.counts import Sizes, count, num_experts
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-_NUM_KV_HEADS: dict[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}  # None: as the heads
-_HEAD_DIM: dict[str, int | None] = {"llama": None, "mistral": None, "qwen2": None, "qwen3": 128}  # None: hidden / heads
+# Spellings of one size, the commonest first.
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+# What a configuration class of transformers fills in where ``config.json`` leaves a key out. A family that is
+# not named here leaves nothing out that matters, or is taken by the general rule behind the comma.
+_MAX_POSITIONS = {"mistral": 131072, "mixtral": 131072, "qwen2": 32768, "qwen3": 32768, "gemma": 8192, "gpt2": 1024}
+_MAX_POSITIONS |= {"gemma2": 8192, "gemma3_text": 131072, "phi3": 4096, "glm": 131072, "glm4": 131072}
+_MAX_POSITIONS |= {"qwen2_moe": 32768, "qwen3_moe": 32768, "starcoder2": 4096, "cohere": 8192, "cohere2": 8192}
+_OTHER_MAX_POSITIONS = 2048
+_NUM_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma": 16, "gemma2": 4}
+_NUM_KV_HEADS |= {"gemma3_text": 4, "glm": 2, "glm4": 2, "starcoder2": 2, "smollm3": 4, "qwen2_moe": 16}
+_HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128}
+_TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "opt", "starcoder2", "smollm3", "bloom")
+_LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "bloom", "mpt", "xglm")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a decoder: ``num_*`` are counts, ``hash`` is the sha256 of ``config.json``.
+    """Sizes of a decoder: ``num_*`` are counts, ``*_parameters`` numbers of weights, ``hash`` that of ``config.json``.
 
-    ``biases`` names the projections that have one, of ``q k v o gate up down``; ``qk_norm`` says whether
-    queries and keys are normalised for each head.
+    Args:
+        block_parameters: of one block, on average.
+        block_norm_parameters: those of them that no tensor rank splits.
+        block_matrix_parameters: those of them that one token is multiplied by; of experts the ones it is routed to.
+        before_parameters: before the first block, the token embedding left out.
+        after_parameters: after the last block, the head's matrix left out.
+        num_experts: experts of a block that are routed to, 0 for a dense model.
     """
 
     model_type: str
@@ -45,29 +63,14 @@ class ModelSpec:
     vocab_size: int
     max_position_embeddings: int
     tied: bool
-    biases: tuple[str, ...]
-    qk_norm: bool
     has_weights: bool
     hash: str
-
-    @property
-    def block_parameters(self) -> int:
-        """Number of parameters of one decoder block: projections, their biases, norms."""
-        rows = self._projection_rows()
-        weights = sum(rows[name] for name in ("q", "k", "v", "gate", "up")) * self.hidden_size
-        weights += self.hidden_size * (self.num_heads * self.head_dim + self.intermediate_size)
-        return weights + sum(rows[name] for name in self.biases) + self.block_norm_parameters
-
-    @property
-    def block_norm_parameters(self) -> int:
-        """Number of parameters of one block that no tensor rank splits."""
-        return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-
-    @property
-    def block_matrix_parameters(self) -> int:
-        """Number of parameters of one block that a token is multiplied by: neither norms nor biases."""
-        rows = self._projection_rows()
-        return self.block_parameters - self.block_norm_parameters - sum(rows[name] for name in self.biases)
+    block_parameters: int
+    block_norm_parameters: int
+    block_matrix_parameters: int
+    before_parameters: int
+    after_parameters: int
+    num_experts: int = 0
 
     @property
     def embedding_parameters(self) -> int:
@@ -77,28 +80,15 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the model; a tied head is counted once."""
-        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
-        return self.num_blocks * self.block_parameters + ends
-
-    def _projection_rows(self) -> dict[str, int]:
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        inner = self.intermediate_size
-        return {
-            "q": heads,
-            "k": kv_heads,
-            "v": kv_heads,
-            "o": self.hidden_size,
-            "gate": inner,
-            "up": inner,
-            "down": self.hidden_size,
-        }
+        ends = self.embedding_parameters * (1 if self.tied else 2)
+        return self.num_blocks * self.block_parameters + ends + self.before_parameters + self.after_parameters
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"biases": list(self.biases)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelSpec:
-        return cls(**(data | {"biases": tuple(data["biases"])}))
+        return cls(**data)
 
 
 def find_model(name: str, models_dir: str | Path | None = None) -> Path:
@@ -127,36 +117,50 @@ def read_model(folder: str | Path) -> ModelSpec:
     """The specification of the model in ``folder``.
 
     Raises:
-        ConfigError: no or a broken ``config.json``, a family that cannot be split yet, sizes that are
+        ConfigError: no or a broken ``config.json``, a model that is no causal decoder, sizes that are
             missing or do not fit each other.
     """
     path = Path(folder) / "config.json"
     config, content = _read_config(path)
     family = _family(config, path)
-    heads = _size(config, "num_attention_heads", path)
-    hidden = _size(config, "hidden_size", path)
-    default_kv_heads = heads if "num_key_value_heads" in config else _NUM_KV_HEADS[family]
-    kv_heads = _optional_size(config, "num_key_value_heads", path, default_kv_heads) or heads
-    default_head_dim = _HEAD_DIM[family] if "head_dim" not in config else None
-    head_dim = _optional_size(config, "head_dim", path, default_head_dim)
+    heads, hidden = _size(config, _HEADS, path), _size(config, _HIDDEN, path)
+    default_kv_heads = heads if "num_key_value_heads" in config else _NUM_KV_HEADS.get(family)
+    kv_heads = _optional_size(config, _KV_HEADS, path, default_kv_heads) or heads
+    default_head_dim = None if "head_dim" in config else _HEAD_DIM.get(family)
+    head_dim = _optional_size(config, ("head_dim",), path, default_head_dim)
     _check_heads(family, hidden, heads, kv_heads, head_dim, path)
+    sizes = Sizes(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        inner=_inner(config, hidden, path),
+        vocabulary=_size(config, ("vocab_size",), path),
+        positions=_optional_size(config, _POSITIONS, path, None) or _MAX_POSITIONS.get(family, _OTHER_MAX_POSITIONS),
+        blocks=_size(config, _BLOCKS, path),
+        tied=bool(config.get("tie_word_embeddings", family in _TIED)),
+    )
+    counts = count(family, config, sizes, Path(folder))
     return ModelSpec(
         model_type=family,
         architecture=_architecture(config, family, path),
-        num_blocks=_size(config, "num_hidden_layers", path),
+        num_blocks=sizes.blocks,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
-        intermediate_size=_size(config, "intermediate_size", path),
-        vocab_size=_size(config, "vocab_size", path),
-        max_position_embeddings=_optional_size(config, "max_position_embeddings", path, _MAX_POSITIONS[family])
-        or _MAX_POSITIONS[family],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        biases=_biases(config, family),
-        qk_norm=family == "qwen3",
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.inner,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.positions,
+        tied=sizes.tied,
         has_weights=any(Path(folder).glob("*.safetensors")),
         hash=hashlib.sha256(content).hexdigest(),
+        block_parameters=counts.block,
+        block_norm_parameters=counts.block_norm,
+        block_matrix_parameters=counts.block_matrices,
+        before_parameters=counts.before,
+        after_parameters=counts.after,
+        num_experts=num_experts(config),
     )
 
 
@@ -204,36 +208,55 @@ def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _family(config: dict[str, Any], path: Path) -> str:
-    family, available = config.get("model_type"), ", ".join(_ARCHITECTURES)
+    """The model's type. Whether transformers has such a causal model, the workers see before weights load."""
+    family = config.get("model_type")
     if family is None:
-        raise ConfigError(str(path), "has no model_type", f"Available families: {available}")
-    if family not in list(_ARCHITECTURES):  # a list: what JSON holds may not be hashable
-        raise ConfigError(f"{path}: model_type = {family!r}", NOT_AVAILABLE, f"Available families: {available}")
+        raise ConfigError(str(path), "has no model_type", "Write the type of the model, such as llama")
+    if not isinstance(family, str):
+        raise ConfigError(f"{path}: model_type = {family!r}", "must be text", "Write it as llama")
+    remedy = "Use a model that only generates text, such as llama or gpt_neox"
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"{path}: model_type = {family!r}, is_encoder_decoder", NOT_AVAILABLE, remedy)
+    if "text_config" in config:
+        raise ConfigError(f"{path}: model_type = {family!r} with a text_config beside others", NOT_AVAILABLE, remedy)
     if config.get("quantization_config"):
         remedy = "Use a folder with unquantised weights"
         raise ConfigError(f"{path}: quantization_config", NOT_AVAILABLE, remedy)
-    return str(family)
+    return family
 
 
 def _architecture(config: dict[str, Any], family: str, path: Path) -> str:
-    names = config.get("architectures") or [_ARCHITECTURES[family]]
-    if names != [_ARCHITECTURES[family]]:
-        remedy = f"Available for {family}: {_ARCHITECTURES[family]}"
-        raise ConfigError(f"{path}: architectures = {names}", NOT_AVAILABLE, remedy)
-    return _ARCHITECTURES[family]
+    """The name of the class; transformers takes the one that generates text, so another one is refused."""
+    names = config.get("architectures") or [family]
+    if len(names) == 1 and (names == [family] or re.search(r"(ForCausalLM|LMHeadModel)$", str(names[0]))):
+        return str(names[0])
+    near = re.sub(r"(For|Model)[A-Za-z]*$", "", str(names[0])) + "ForCausalLM"
+    raise ConfigError(f"{path}: architectures = {names}", NOT_AVAILABLE, f"Available for {family}: {near}")
 
 
-def _size(config: dict[str, Any], key: str, path: Path) -> int:
-    if key not in config:
-        raise ConfigError(str(path), f"has no {key}", "It must hold the sizes of the model")
+def _key(config: dict[str, Any], spellings: Sequence[str]) -> str | None:
+    """The spelling that the configuration has a value under."""
+    return next((key for key in spellings if config.get(key) is not None), None)
+
+
+def _size(config: dict[str, Any], spellings: Sequence[str], path: Path) -> int:
+    key = _key(config, spellings)
+    if key is None:
+        raise ConfigError(str(path), f"has no {spellings[0]}", "It must hold the sizes of the model")
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{path}: {key} = {value!r}", "must be a whole number above 0", "Correct the file")
     return value
 
 
-def _optional_size(config: dict[str, Any], key: str, path: Path, default: int | None) -> int | None:
-    return default if config.get(key) is None else _size(config, key, path)
+def _optional_size(config: dict[str, Any], spellings: Sequence[str], path: Path, default: int | None) -> int | None:
+    return default if _key(config, spellings) is None else _size(config, spellings, path)
+
+
+def _inner(config: dict[str, Any], hidden: int, path: Path) -> int:
+    """Width of the feed-forward part: four times the hidden size in families that leave it out (GPT-2, Bloom)."""
+    gpt_like = "n_embd" in config or "n_inner" in config or config.get("model_type") in ("bloom", "falcon", "mpt")
+    return _optional_size(config, _INNER, path, 4 * hidden if gpt_like else None) or _size(config, _INNER, path)
 
 
 def _check_heads(family: str, hidden: int, heads: int, kv_heads: int, head_dim: int | None, path: Path) -> None:
@@ -245,14 +268,6 @@ def _check_heads(family: str, hidden: int, heads: int, kv_heads: int, head_dim: 
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         value = f"{path}: num_attention_heads = {heads}, num_key_value_heads = {kv_heads}"
         raise ConfigError(value, "the KV heads must divide the heads", f"Possible: {divisors}")
-    if (head_dim or hidden // heads) % 2:
+    if (head_dim or hidden // heads) % 2 and family not in _LEARNED_POSITIONS:
         value = f"{path}: head_dim = {head_dim or hidden // heads}"
         raise ConfigError(value, "rotary position embedding needs an even head_dim", "Correct the file")
-
-
-def _biases(config: dict[str, Any], family: str) -> tuple[str, ...]:
-    """Which projections have a bias, as the modules of each family decide it."""
-    if family == "qwen2":
-        return ("q", "k", "v")
-    attention = ("q", "k", "v", "o") if config.get("attention_bias") and family != "mistral" else ()
-    return attention + (("gate", "up", "down") if config.get("mlp_bias") and family == "llama" else ())

@@ -175,7 +175,9 @@ def _share(plan: Plan, rank: int, coordinates: dict[str, int], ends: list[int]) 
     strategy, model, stage = plan.strategy, plan.model, coordinates["pp"]
     embedding, head = stage == 0, stage == strategy.pp - 1
     num_blocks = strategy.stages[stage]
-    norms = num_blocks * model.block_norm_parameters + (model.hidden_size if head else 0)
+    norms = (
+        num_blocks * model.block_norm_parameters + model.before_parameters * embedding + model.after_parameters * head
+    )
     split = num_blocks * (model.block_parameters - model.block_norm_parameters)
     num_ends = 1 if model.tied and embedding and head else embedding + head
     split += num_ends * model.embedding_parameters

@@ -152,7 +152,7 @@ class RunConfig(_Section):
     model: str
     tokenizer: str | None = None
     model_init: Literal["pretrained", "random"] = "pretrained"
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager"] | None = None  # sdpa where the model has it
     chat_template: str | None = None
     trust_remote_code: bool = False
     models_dir: str | None = None

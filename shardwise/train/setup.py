@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
 from shardwise.checkpoint.hf import load_slices, stored_dtype
+from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.memory import MemoryData, memory_records
 from shardwise.data.rows import Row, load_rows, row_hash
@@ -40,6 +41,7 @@ class LoadedModel:
     shapes: dict[str, tuple[int, ...]]
     export_dtype: torch.dtype
     adapters: Adapters | None = None
+    naming: Naming | None = None
 
 
 def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Plan]:
@@ -53,6 +55,8 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
     shapes = {name: tuple(parameter.shape) for name, parameter in hf_model.named_parameters()}
     aliases = [name for name, _ in hf_model.named_parameters(remove_duplicate=False) if name not in shapes]
     random = run.model_init == "random"
+    dtype = (None if random else stored_dtype(folder)) or declared_dtype(folder)
+    naming = default_naming(hf_model, dtype) if random else naming_of_folder(folder, hf_model)
     dists = distributions(hf_model) if random else {}
     adapters = find_adapters(hf_model, run.lora) if run.lora is not None else None
     model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile)
@@ -60,12 +64,11 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
     if random:
         fill_random(base, dists, run.train.seed)
     else:
-        load_slices(folder, base, shapes, aliases)
+        load_slices(folder, base, shapes, aliases, naming)
     if adapters is not None:
         added = [shard for shard in model.shards if shard.layout.source not in shapes]
         fill_random(added, adapters.distributions, run.train.seed)
-    dtype = (None if random else stored_dtype(folder)) or declared_dtype(folder)
-    return LoadedModel(model, shapes, dtype, adapters), replace(plan, table=table.to_json())
+    return LoadedModel(model, shapes, dtype, adapters, naming), replace(plan, table=table.to_json())
 
 
 def declared_dtype(folder: Path) -> torch.dtype:

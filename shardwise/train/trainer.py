@@ -222,7 +222,14 @@ class Trainer:
         if loaded.adapters is not None:
             write_whole(target, self._write_adapter)
             return
-        export_model(Path(self.parts.run.model), target, loaded.shapes, loaded.model.shards, loaded.export_dtype)
+        export_model(
+            Path(self.parts.run.model),
+            target,
+            loaded.shapes,
+            loaded.model.shards,
+            loaded.export_dtype,
+            loaded.naming,
+        )
 
     def _write_adapter(self, folder: Path) -> None:
         loaded = self.parts.loaded

@@ -25,7 +25,8 @@ def make_root(root: Path) -> Path:
     for name, changes in {
         "tiny": {},
         "nine-heads": {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
-        "gpt2": {"model_type": "gpt2"},
+        "t5": {"model_type": "t5", "is_encoder_decoder": True},
+        "experts": {"model_type": "mixtral", "architectures": None, "num_local_experts": 4},
         "bad-heads": {"hidden_size": 34},
         "quantised": {"quantization_config": {"bits": 4}},
     }.items():
@@ -83,7 +84,8 @@ WRONG = [
     _row("no such model", "model={root}/none", "no such model folder", "none"),
     _row("model folder without config", "model={root}/no-config", "holds no config.json"),
     _row("broken config", "model={root}/broken", "config.json", "not valid JSON"),
-    _row("family not built", "model={root}/gpt2", "gpt2", "not available in this version", "llama, mistral"),
+    _row("no decoder", "model={root}/t5", "t5", "is_encoder_decoder", "not available in this version", "llama"),
+    _row("experts by tensors", "model={root}/experts;tp=2", "strategy.tp = 2", "4 in a block", "legal degrees: 1"),
     _row("heads do not divide hidden", "model={root}/bad-heads", "hidden_size = 34", "32, 36"),
     _row("quantised", "model={root}/quantised", "quantization_config", "not available in this version"),
     _row("pickled weights", "model={root}/pickled", "pytorch_model.bin", "safetensors"),

@@ -7,7 +7,7 @@ batch, torch's cross-entropy, optimizer and clipping.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from shardwise.checkpoint.hf import load_slices
+from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta
@@ -34,6 +32,7 @@ from shardwise.testing import run_distributed
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import evaluate, train_step
+from tests.parallel.exact import Exact
 
 
 @dataclass(frozen=True)
@@ -95,32 +94,16 @@ def to_rows(raw: Sequence[dict[str, list[int]]]) -> list[Row]:
     ]
 
 
-@contextlib.contextmanager
-def float64_norms() -> Iterator[None]:
-    """RMSNorm rounds to fp32 inside, also in a float64 model; here it does not, so that mistakes stand alone."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    classes = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-    saved = [c.forward for c in classes]
-    try:
-        for c in classes:
-            c.forward = forward
-        yield
-    finally:
-        for c, original in zip(classes, saved, strict=True):
-            c.forward = original
-
-
 def _precision(case: Case) -> contextlib.AbstractContextManager[None]:
-    return float64_norms() if case.dtype is torch.float64 else contextlib.nullcontext()
+    return Exact() if case.dtype is torch.float64 else contextlib.nullcontext()
 
 
 def reference(case: Case) -> Outcome:
     """The run in this process by plain transformers and torch."""
     with _precision(case):
-        model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype).train()
+        model = AutoModelForCausalLM.from_pretrained(
+            case.folder, dtype=case.dtype, experts_implementation="eager"
+        ).train()
         train = case.train
         optimizer: torch.optim.Optimizer
         # In bf16 what is stepped are fp32 copies; elsewhere the parameters themselves.
@@ -203,10 +186,10 @@ class RankPart:
 def build(case: Case) -> tuple[ParallelModel, Mesh]:
     """This rank's part of the case's model, with its weights."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
-    hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
-    names = [name for name, _ in hf_model.named_parameters()]
+    hf_model = build_on_meta(case.folder, None, case.dtype)
+    naming = naming_of_folder(case.folder, hf_model)
     model, _ = parallelize(hf_model, mesh, compiled=case.compiled)
-    load_slices(case.folder, model.shards, names)
+    load_slices(case.folder, model.shards, naming.parts, naming=naming)
     return model, mesh
 
 

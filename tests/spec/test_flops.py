@@ -33,8 +33,15 @@ def test_biases_and_norms_do_not_count(tmp_path: Path) -> None:
     model = read_model(
         make_folder(tmp_path, **sizes, intermediate_size=16, vocab_size=10, model_type="qwen2", architectures=None)
     )
-    assert model.biases
+    assert model.block_parameters == BLOCK + 2 * 8 + 8 + 2 * 4  # norms, and the biases of q, k and v
     assert matrix_parameters(model) == N
+
+
+def test_a_token_is_multiplied_by_the_experts_that_it_is_routed_to(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "model_type": "mixtral", "architectures": None}
+    model = read_model(make_folder(tmp_path, **sizes, intermediate_size=16, vocab_size=10, **experts))
+    assert matrix_parameters(model) == 2 * (64 + 32 + 32 + 64 + 2 * 3 * 128 + 6 * 8) + 80
 
 
 def test_a_step_of_two_rows(tiny: ModelSpec) -> None:

@@ -12,6 +12,7 @@ import pytest
 from shardwise.config import NOT_AVAILABLE
 from shardwise.errors import ConfigError
 from shardwise.spec.model import ModelSpec, check_weights, find_model, read_model
+from tests.parallel.families import FAMILIES, family_config, make_family
 from tests.spec.model_folder import make_folder, make_spec
 
 _FAMILIES: list[dict[str, Any]] = [
@@ -24,6 +25,7 @@ _FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     {"model_type": "qwen3"},
 ]
+EXACT = [n for n in FAMILIES if n not in ("stablelm", "exaone4", "bloom", "falcon", "codegen", "nemotron", "persimmon")]
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -43,6 +45,33 @@ def test_sizes_and_number_of_parameters_are_those_of_the_real_module(tmp_path: P
     assert spec.tied == model.config.tie_word_embeddings
     assert spec.max_position_embeddings == model.config.max_position_embeddings
     assert spec.architecture == type(model).__name__
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_other_families_are_counted_exactly(tmp_path: Path, name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = family_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    spec = read_model(tmp_path)
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.tied == config.tie_word_embeddings
+    assert (spec.num_experts > 0) == ("moe" in name or name == "mixtral")
+    assert spec.architecture == type(model).__name__
+
+
+@pytest.mark.parametrize("name", ["nemotron", "persimmon", "stablelm"])
+def test_a_family_that_is_not_described_is_counted_in_its_files(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family(tmp_path, name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert read_model(folder).num_parameters == pytest.approx(whole, abs=4)  # a block's share is rounded down
 
 
 def test_the_hash_is_that_of_the_file_and_the_spec_survives_json(tmp_path: Path) -> None:
@@ -69,9 +98,10 @@ def test_a_model_is_found_as_a_path_then_in_models_dir(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", NOT_AVAILABLE, "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "t5", "is_encoder_decoder": True}, ["t5", NOT_AVAILABLE, "llama"]),
+        ({"model_type": "gemma3", "text_config": {}}, ["gemma3", NOT_AVAILABLE, "text_config"]),
         ({"model_type": None}, ["model_type", "llama"]),
-        ({"model_type": ["llama"]}, [NOT_AVAILABLE]),
+        ({"model_type": ["llama"]}, ["must be text"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, [NOT_AVAILABLE, "LlamaForCausalLM"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config", NOT_AVAILABLE]),
         ({"hidden_size": None}, ["has no hidden_size"]),

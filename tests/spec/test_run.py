@@ -12,7 +12,6 @@ from shardwise.spec.run import LoraConfig, RunConfig, SaveConfig, StrategyConfig
 
 DEFAULTS: dict[str, Any] = {
     "model_init": "pretrained",
-    "attn_implementation": "sdpa",
     "trust_remote_code": False,
     "data.on_long": "refuse",
     "data.packing": False,
