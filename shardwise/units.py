@@ -21,6 +21,14 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_flops(flops_per_second: float) -> str:
+    """``2.1e9`` -> ``'2.1 GFLOP/s'``."""
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops_per_second >= limit:
+            return f"{flops_per_second / limit:.1f} {prefix}FLOP/s"
+    return f"{flops_per_second:.0f} FLOP/s"
+
+
 def format_seconds(seconds: float) -> str:
     """``3725`` -> ``'1:02:05'``; below an hour ``'02:05'``."""
     whole = max(0, round(seconds))

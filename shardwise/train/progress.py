@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardwise.train.callbacks import Callback, RunInfo
-from shardwise.units import format_bytes, format_count, format_seconds
+from shardwise.units import format_bytes, format_count, format_flops, format_seconds
 
 
 class ProgressView(Callback):
@@ -84,7 +84,7 @@ def describe(values: Mapping[str, Any], eta_seconds: float) -> str:
         f"norm {values['grad_norm']:.3f}",
         f"lr {values['lr']:.2e}",
         f"{format_count(values['tokens_per_second'])} tokens/s",
-        f"{format_count(values['tflops_per_device'] * 1e12)}FLOP/s a device",
+        f"{format_flops(values['tflops_per_device'] * 1e12)} a device",
         *([f"MFU {values['mfu']:.1%}"] if values["mfu"] is not None else []),
         format_bytes(values["peak_memory_bytes"]),
         f"ETA {format_seconds(eta_seconds)}",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.rows import num_supervised, row_hash
+from shardwise.data.rows import name_lines, num_supervised, row_hash
 from shardwise.errors import ConfigError
 from tests.data.helpers import load, make_row, write
 
@@ -40,6 +40,18 @@ def test_token_rows_with_labels_positions_and_defaults(tmp_path: Path) -> None:
 def test_row_hash_is_sha256_of_little_endian_int32() -> None:
     ids = [1, 70_000, 131]
     assert row_hash(make_row(0, ids)) == hashlib.sha256(struct.pack("<3i", *ids)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ([7], "row of line 7"),
+        ([7, 3, 4, 5, 4], "rows of lines 3-5, 7"),
+        (list(range(1, 200, 2)), f"rows of lines {', '.join(map(str, range(1, 40, 2)))} and 80 more"),
+    ],
+)
+def test_rows_are_named_by_their_lines(lines: list[int], text: str) -> None:
+    assert name_lines(lines) == text
 
 
 def test_the_first_label_predicts_nothing() -> None:
