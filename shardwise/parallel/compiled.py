@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import PlanError
 from shardwise.parallel.dropout import SeededDropout
 
 
@@ -19,24 +20,23 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, compiled: 
     and blocks of one kind share one program. A block that cannot be compiled as a whole raises at its
     first call, and so does one that would be compiled too often: nothing falls back to eager. The block's
     own ``forward`` is wrapped, inside of any hook.
+
+    Raises:
+        PlanError: a block with dropout layers. Dropout of attention is no layer, and compiles.
     """
     if not compiled:
         return
     # Imported here: it takes seconds, and a run without compilation does not need it.
-    import torch._dynamo.config
     import torch._inductor.config
 
     if device.type == "cpu":
         # Ranks compile at the same time, and each would start a worker with torch in memory for every core.
         torch._inductor.config.compile_threads = 1
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in blocks:
-        # Masks by name come from hashes, which no compiler follows: a block runs around them in parts.
-        masks = [module for module in block.modules() if isinstance(module, SeededDropout)]
-        for mask in masks:
-            mask.forward = torch.compiler.disable(mask.forward)  # type: ignore[method-assign]
-        compiled_forward = torch.compile(block.forward, dynamic=True, fullgraph=not masks)
-        block.forward = compiled_forward  # type: ignore[method-assign]
+        if any(isinstance(module, SeededDropout) for module in block.modules()):
+            rule = "dropout layers draw their masks by name, which does not compile"
+            raise PlanError("train.compile = true", rule, "Set their dropout to 0, or use train.compile=false")
+        block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True)  # type: ignore[method-assign]
 
 
 class CompileClock:

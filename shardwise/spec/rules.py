@@ -229,6 +229,16 @@ def _check_optimizer(run: RunConfig) -> None:
         )
 
 
+def _check_compile(run: RunConfig) -> None:
+    dropout = run.lora.dropout if run.lora is not None else 0.0
+    _refuse(
+        not (run.train.compile and dropout),
+        f"train.compile = true with lora.dropout = {dropout}",
+        "masks of adapters are drawn by name, which does not compile",
+        "Use lora.dropout: 0, or train.compile: false",
+    )
+
+
 def _check_interval(key: str, strategy: str, steps: int | None) -> None:
     _refuse(
         strategy != "steps" or steps is not None,
@@ -315,6 +325,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_length, _check_optimizer),
+    *(_check_available, _check_batch, _check_length, _check_optimizer, _check_compile),
     *(_check_save, _check_eval, _check_lora, _check_log),
 )

@@ -125,6 +125,8 @@ class Trainer:
         self.callbacks.call("on_step_begin", number)
         asked = parts.context.stop.requested() if parts.context.rank == 0 else None
         rate = learning_rate(parts.run.train, self.state.step, self.total_steps)
+        if self._compile_clock is not None:
+            self._compile_clock.take()  # an evaluation since the last step may have compiled
         began = time.perf_counter()
         peaks = [0.0] * parts.context.world_size
         peaks[parts.context.rank] = float(parts.meter.peak_bytes())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
@@ -18,6 +19,7 @@ from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig, tracker_names
 from shardwise.train.callbacks import Callback
+from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.early_stopping import EarlyStopping
 from shardwise.train.memory import MemoryMeter
@@ -61,7 +63,8 @@ def make_trainer(
     view = ProgressView(context.terminal)
     parts = build_parts(run, plan, context, memory)
     state, checkpoint = _start(parts)
-    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *callbacks])
+    cache = [CompilerCache(context.local_rank, os.environ)] if run.train.compile else []
+    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *cache, *callbacks])
 
 
 def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], None]) -> list[Callback]:

@@ -67,6 +67,9 @@ WRONG = [
     _row("feature not built: packing", "data.packing=true", "data.packing", "not available in this version"),
     _row("feature not built: context parallel", "cp=2", "strategy.cp = 2", "not available in this version"),
     _row("feature not built: interleaved", "schedule=interleaved", "interleaved", "not available in this version"),
+    _row(
+        "compiled adapters with dropout", "train.compile=true;lora.dropout=0.1", "lora.dropout = 0.1", "compile: false"
+    ),
     _row("unknown precision", "train.precision=fp16", "train.precision", "'fp32' or 'bf16'"),
     _row("epochs and max_steps", "train.epochs=1;train.max_steps=2", "train.epochs = 1", "train.max_steps = 2"),
     _row("save steps without number", "save.strategy=steps", "save.strategy", "save.steps"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ pytestmark = [
 ]
 
 
-def _run(rank: int, case: Case) -> tuple[RankPart, float, float, int]:
+def _run(rank: int, case: Case, cache: Path) -> tuple[RankPart, float, float, int]:
     from torch._dynamo.utils import counters
 
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)  # nothing is compiled already, or broken by a killed run
     clock = CompileClock()
     part = run_case(case)
     return part, clock.take(), clock.take(), counters["stats"]["unique_graphs"]
@@ -33,7 +35,7 @@ def test_equals_one_eager_process_and_compiles_once(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen3-tied")
     rows = tuple(make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)))
     case = Case(folder, strategy(tp=2, recompute=2), rows, 4, 6, eval_batch_size=5, compiled=True)
-    by_rank = run_distributed(_run, 2, case, timeout=800)
+    by_rank = run_distributed(_run, 2, case, tmp_path / "cache", timeout=800)
     got, want = assemble([part for part, _, _, _ in by_rank]), reference(case)
     errors = compare(got, want)
     assert errors.loss <= tolerance.FP32_LOSS

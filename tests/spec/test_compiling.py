@@ -51,4 +51,6 @@ def test_without_a_compiler_blocks_run_eagerly(model: ModelSpec) -> None:
         "blocks run eagerly: this machine has no compiler for them",
     )
     assert compile_rule(RUN, _plan(model), 10**9, True)[0]
+    dropped = parse_run({"model": "m", "lora": {"dropout": 0.1}})
+    assert "lora.dropout = 0.1" in compile_rule(dropped, _plan(model), 10**9, True)[1]
     assert not compile_rule(RUN, replace(_plan(model), device_type="cuda"), 2, True)[0]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.launch.compiler import missing_for_compiling
 from shardwise.spec.run import TrainConfig
 from shardwise.spec.tolerance import BF16_LOSS, EXPORT_LOGITS, FP32_LOSS
+from shardwise.train.compiler_cache import cache_folder
 from tests.fixtures import make_model, make_rows
 from tests.launch.jobs import Job, command
 from tests.parallel.harness import SGD, Case, reference, strategy
@@ -210,15 +211,17 @@ def test_64_random_weights_are_exported_as_config_json_says(inputs: Path, tmp_pa
 @pytest.mark.skipif(missing_for_compiling("cpu") != "", reason="no compiler on this machine")
 def test_compilation_is_reported_apart_from_the_steps(inputs: Path, tmp_path: Path) -> None:
     train = {"global_batch_size": 4, "max_steps": 3, "compile": True, "optimizer": "sgd", "learning_rate": 0.05}
-    data, one = {"shuffle": False}, {"strategy": {"pp": 1}}
-    with _shardwise(_configure(inputs, tmp_path / "out", train, data=data, **one)) as job:
+    data = {"shuffle": False, "eval": str(inputs / "rows.jsonl")}
+    more = {"strategy": {"pp": 1}, "eval": {"strategy": "steps", "steps": 1}}  # evaluation compiles too
+    with _shardwise(_configure(inputs, tmp_path / "out", train, data=data, **more)) as job:
         assert job.wait(500) == 0, job.stderr
-    lines = _metrics(job.output_dir)
+    lines = [line for line in _metrics(job.output_dir) if line["kind"] == "train"]
     assert 1.0 < lines[0]["compile_seconds"] < lines[0]["step_seconds"]
     running = lines[0]["step_seconds"] - lines[0]["compile_seconds"]
     assert lines[0]["tokens_per_second"] == pytest.approx(lines[0]["num_input_tokens"] / running)
     assert all("compile_seconds" not in line for line in lines[1:])
     assert "went into compiling blocks" in job.stderr
+    assert not cache_folder(job.output_dir).exists()
     assert "compiled blocks" in job.stderr
     case = Case(inputs / "model", strategy(), tuple(make_rows()), 4, 3)
     assert [line["loss"] for line in lines] == pytest.approx(reference(case).losses, rel=FP32_LOSS)
