@@ -6,8 +6,10 @@ from transformers import PreTrainedModel
 
 from shardwise.models.build import materialise, recompute_buffers
 from shardwise.models.lora import Adapters, inject
+from shardwise.models.routers import find_routers
 from shardwise.models.sharding import ShardingTable, published_table
 from shardwise.models.structure import find_structure
+from shardwise.parallel.balance import Balance
 from shardwise.parallel.dropout import DropoutStreams, install_dropout
 from shardwise.parallel.fsdp import apply_fsdp
 from shardwise.parallel.mesh import Mesh
@@ -40,9 +42,12 @@ def parallelize(
     strategy, compute_dtype = mesh.strategy, model.dtype
     structure = find_structure(model)
     table = published_table(model, structure, strategy.tp)
+    routers = find_routers(model)
     inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)
     layouts = apply_tensor(model, table, mesh, layouts)
+    if routers is not None:
+        stage.balance = Balance(model, stage.blocks, routers)
     stage.dropout = DropoutStreams(seed, mesh)
     install_dropout(model, table, mesh, stage.dropout)
     apply_recompute(stage.blocks, strategy.recompute, stage.dropout)

@@ -228,7 +228,8 @@ def run_case(case: Case) -> RankPart:
 
 
 def _first_gradients(model: ParallelModel, batch: Any) -> list[tuple[ParamLayout, torch.Tensor]]:
-    model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens)
+    real = batch.lengths, batch.num_input_tokens
+    model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens, real)
     gradients = [(s.layout, torch.zeros_like(s.data) if s.grad is None else s.grad.clone()) for s in model.shards]
     model.zero_grad()
     return gradients
