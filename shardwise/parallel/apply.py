@@ -16,6 +16,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.pipeline import cut_stage, tied_group
 from shardwise.parallel.precision import make_shards, set_stored_dtypes
+from shardwise.parallel.proof import prove_tensor_plan
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import apply_tensor
 
@@ -42,6 +43,7 @@ def parallelize(
     strategy, compute_dtype = mesh.strategy, model.dtype
     structure = find_structure(model)
     table = published_table(model, structure, strategy.tp)
+    prove_tensor_plan(model, mesh)
     routers = find_routers(model)
     inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)
