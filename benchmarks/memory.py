@@ -135,7 +135,9 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     ids, targets = (part.reshape(shape) for part in (tokens[:, :-1], tokens[:, 1:]))
     positions = torch.arange(LENGTH).expand(shape)
     count = ids.numel()
-    batch = Batch(ids, targets, positions, count, count, ROWS, (), None, 0, 0, START)
+    batch = Batch(
+        ids, targets, positions, torch.full(ids.shape[:2], ids.shape[2]), count, count, ROWS, (), None, 0, 0, START
+    )
     for _ in range(STEPS):
         loss = train_step(model, optimizer, batch, LEARNING_RATE, MAX_GRAD_NORM, []).loss
     peak = meter.peak_bytes()

@@ -108,6 +108,7 @@ def ours(setting: Setting) -> Callable[[Tensor, Tensor], float]:
             ids[own].view(shape),
             targets[own].view(shape),
             positions,
+            torch.full(shape[:2], shape[2]),
             num_tokens,
             num_tokens,
             ROWS,

@@ -38,7 +38,12 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-_DTYPES = {torch.float32: ("F32", np.float32), torch.bfloat16: ("BF16", np.uint16), torch.float16: ("F16", np.float16)}
+_DTYPES = {
+    torch.float64: ("F64", np.float64),
+    torch.float32: ("F32", np.float32),
+    torch.bfloat16: ("BF16", np.uint16),
+    torch.float16: ("F16", np.float16),
+}
 
 
 @dataclass(frozen=True)

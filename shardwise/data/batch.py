@@ -44,6 +44,7 @@ class Batch:
         input_ids: int64 [M, m, L].
         targets: int64 [M, m, L]; the token that follows each position, -100 where there is none to learn.
         position_ids: int64 [M, m, L]; a row's own, else 0, 1, 2, ... through the padding.
+        lengths: int64 [M, m]; tokens of each row that are no padding.
         num_tokens: supervised tokens, the divisor of the loss.
         num_input_tokens: tokens without padding.
         num_rows: rows without filler.
@@ -56,6 +57,7 @@ class Batch:
     input_ids: Tensor
     targets: Tensor
     position_ids: Tensor
+    lengths: Tensor
     num_tokens: int
     num_input_tokens: int
     num_rows: int
@@ -67,19 +69,24 @@ class Batch:
 
 
 def stack_rows(rows: Sequence[Row], num_micro_batches: int, micro_batch_size: int, length: int) -> tuple[Tensor, ...]:
-    """``(input_ids, targets, position_ids)`` of one data rank, int64 [M, m, L], for at most M m rows of at most L."""
+    """``(input_ids, targets, position_ids, lengths)`` of one data rank, for at most M m rows of at most L; int64.
+
+    The first three are [M, m, L], the last is [M, m].
+    """
     total = num_micro_batches * micro_batch_size
     ids = np.full((total, length), _PAD, dtype=np.int64)
     targets = np.full((total, length), IGNORED, dtype=np.int64)
     positions = np.tile(np.arange(length, dtype=np.int64), (total, 1))
+    lengths = np.zeros(total, dtype=np.int64)
     for place, row in enumerate(rows):
-        size = len(row.input_ids)
+        size = lengths[place] = len(row.input_ids)
         ids[place, :size] = row.input_ids
         targets[place, : size - 1] = row.labels[1:]
         if row.position_ids is not None:
             positions[place] = _extended(row.position_ids, length)
     shape = (num_micro_batches, micro_batch_size, length)
-    return tuple(torch.from_numpy(array.reshape(shape)) for array in (ids, targets, positions))
+    tensors = [torch.from_numpy(array.reshape(shape)) for array in (ids, targets, positions)]
+    return (*tensors, torch.from_numpy(lengths.reshape(shape[:2])))
 
 
 def _extended(positions: np.ndarray, length: int) -> np.ndarray:

@@ -111,7 +111,7 @@ class Loader:
         start, end = rank_bounds(len(chosen), settings.data_rank, settings.num_data_ranks)
         largest_share = -(-len(chosen) // settings.num_data_ranks)
         num_micro_batches = max(-(-largest_share // settings.micro_batch_size), settings.min_micro_batches)
-        input_ids, targets, position_ids = stack_rows(
+        input_ids, targets, position_ids, lengths = stack_rows(
             [self.rows[index] for index in chosen[start:end]],
             num_micro_batches,
             settings.micro_batch_size,
@@ -121,6 +121,7 @@ class Loader:
             input_ids=input_ids,
             targets=targets,
             position_ids=position_ids,
+            lengths=lengths,
             num_tokens=int(self._supervised[chosen].sum()),
             num_input_tokens=int(self._lengths[chosen].sum()),
             num_rows=len(chosen),

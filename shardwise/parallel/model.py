@@ -59,19 +59,32 @@ class ParallelModel:
             self.stage.dropout.begin_step(step)
 
     def forward_backward(
-        self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, num_tokens: int
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens: int,
+        real: tuple[torch.Tensor, int] | None = None,
     ) -> float:
-        """Add the gradient of (sum of token losses) / ``num_tokens`` to the parameters.
+        """Add the gradient of (sum of token losses) / ``num_tokens``, and of the routers' loss, to the parameters.
 
         Args:
             num_tokens: supervised tokens of the whole step, over all data ranks; at least 1.
+            real: tokens that are no padding: of each row [micro-batches, rows], and of the whole step over all
+                data ranks; None: every token.
 
         Returns:
             This rank's share of the step's loss: the shares of all ranks sum to it.
         """
         if self._replica_sums is not None:
             self._replica_sums.begin(len(ids))
+        if self.stage.balance is not None:
+            everything = torch.full(ids.shape[:2], ids.shape[2], device=ids.device)
+            lengths, step_tokens = real or (everything, ids.numel() * self.mesh.strategy.dp)
+            self.stage.balance.begin(lengths, step_tokens)
         loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
+        if self.stage.balance is not None:
+            loss += self.stage.balance.finish()
         if self._replica_sums is not None:
             self._replica_sums.finish()
         sum_gradients(self.shards, self.mesh, self.tied_group)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from shardwise.models.chain import find_chain
 from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
+from shardwise.parallel.balance import Balance
 from shardwise.parallel.dropout import DropoutStreams
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout
@@ -105,6 +106,7 @@ class Stage(nn.Module):
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
         self.ends = (entry, exit_)  # a tuple for the same reason
         self.dropout: DropoutStreams | None = None
+        self.balance: Balance | None = None
 
     @property
     def is_first(self) -> bool:
@@ -113,6 +115,8 @@ class Stage(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if self.dropout is not None and self.training:
             self.dropout.next_micro_batch()
+        if self.balance is not None:
+            self.balance.next_micro_batch(x.shape[1])
         entry, exit_ = self.ends
         if entry is not None:
             # The model's forward scales or adds to what it takes for embeddings, so it gets a stand-in of this

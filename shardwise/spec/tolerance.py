@@ -20,6 +20,8 @@ BF16_LOSS = 2e-3  # bf16 with fp32 masters: 20 steps, against one process in the
 FLOAT64_GRADIENT = 1e-9  # the sharp test: rounding is gone, mistakes are not
 FLOAT64_LOSS = 1e-9
 
+PROOF = 1e-4  # of a tensor plan on a small copy: modules round to fp32 inside; a wrong plan is off by far more
+
 EXPORT_LOGITS = 1e-5  # largest difference of logits between the live model and its export
 MERGED_ROUNDING = 8  # the same after weights are rounded to bf16 or fp16 files, in units of the dtype's epsilon
 

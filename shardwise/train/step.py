@@ -63,7 +63,8 @@ def train_step(
     """
     if batch.num_tokens == 0:  # the same on every rank: the count is of the whole step
         return StepResult(None, None, [], "no supervised token")
-    share = model.forward_backward(*to_device(batch, model.mesh.device), batch.num_tokens)
+    real = batch.lengths.to(model.mesh.device), batch.num_input_tokens
+    share = model.forward_backward(*to_device(batch, model.mesh.device), batch.num_tokens, real)
     loss, squared_norm, *sums = sum_over_ranks([share, model.squared_norm(), *notes], model.mesh.device)
     norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
     if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -7,7 +7,7 @@ batch, torch's cross-entropy, optimizer and clipping.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,8 @@ def loader_of(case: Case, mesh: Mesh) -> Loader:
     return Loader(to_rows(case.rows), settings)
 
 
-def run_case(case: Case) -> RankPart:
-    """The run on this rank, by the product's own loader, model, optimizer and step."""
+def run_case(case: Case, at_end: Callable[[ParallelModel], None] | None = None) -> RankPart:
+    """The run on this rank, by the product's own loader, model, optimizer and step; ``at_end`` sees the model last."""
     with _precision(case):
         model, mesh = build(case)
         optimizer = Optimizer(model.shards, case.train)
@@ -225,11 +225,14 @@ def run_case(case: Case) -> RankPart:
         if case.eval_batch_size:
             out.eval_loss = evaluate(model, loader.eval_batches(case.eval_batch_size))[0]
         out.weights = [(shard.layout, shard.data.clone()) for shard in model.shards]
+        if at_end is not None:
+            at_end(model)
         return out
 
 
 def _first_gradients(model: ParallelModel, batch: Any) -> list[tuple[ParamLayout, torch.Tensor]]:
-    model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens)
+    real = batch.lengths, batch.num_input_tokens
+    model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens, real)
     gradients = [(s.layout, torch.zeros_like(s.data) if s.grad is None else s.grad.clone()) for s in model.shards]
     model.zero_grad()
     return gradients

@@ -1,0 +1,62 @@
+"""The routers of a model with experts, as transformers' own recording of their logits names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from shardwise.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Routers:
+    """What an auxiliary balance loss needs to know of a whole model.
+
+    Args:
+        modules: names of the routers, one for each block with experts.
+        output: index of the logits in what a router returns.
+        top_k: experts that a token is sent to.
+        coefficient: ``router_aux_loss_coef``.
+    """
+
+    modules: tuple[str, ...]
+    output: int
+    top_k: int
+    coefficient: float
+
+
+def find_routers(model: PreTrainedModel) -> Routers | None:
+    """The routers of a model whose configuration asks for the balance loss, None where it does not.
+
+    As with Hugging Face's Trainer the loss is part of the training loss where ``output_router_logits`` is
+    true, which it is not by default. The flag is taken off the model: the loss is computed outside of it.
+
+    Raises:
+        PlanError: the loss is asked for, and transformers does not say where the router logits are.
+    """
+    config = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return None
+    config.output_router_logits = False
+    coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
+    if not coefficient:
+        return None
+    recorder = _recorder(model)
+    if recorder is None or recorder.target_class is None:
+        rule = f"transformers does not say where the router logits of {type(model).__name__} are"
+        raise PlanError("config.json: output_router_logits = true", rule, "Set it to false")
+    names = [name for name, module in model.named_modules() if isinstance(module, recorder.target_class)]
+    return Routers(tuple(names), recorder.index, config.num_experts_per_tok, coefficient)
+
+
+def _recorder(model: PreTrainedModel) -> OutputRecorder | None:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            found = (module._can_record_outputs or {}).get("router_logits")
+            if isinstance(found, list | tuple):
+                found = found[0] if len(found) == 1 else None
+            if found is not None:
+                return found if isinstance(found, OutputRecorder) else OutputRecorder(found)
+    return None
