@@ -34,6 +34,12 @@ class CheckpointError(ShardwiseError):
     """Weights, a checkpoint or an export that is incomplete, foreign or does not fit."""
 
 
+class SaveError(ShardwiseError):
+    """A checkpoint or an export that could not be written; what was there before is untouched."""
+
+    exit_code = 3
+
+
 class LaunchError(ShardwiseError):
     """A rank that died, or a job that could not be started."""
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.export import COMPANIONS, copy_companions, write_files
+from shardwise.checkpoint.companions import Companions
+from shardwise.checkpoint.export import write_files
 from shardwise.checkpoint.naming import plain_naming
 from shardwise.models.lora import Adapters
 from shardwise.models.shard import Shard
@@ -17,18 +18,16 @@ from shardwise.models.shard import Shard
 ADAPTER_FOLDER = "adapter"  # inside a checkpoint
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # what PeftModel is, seen from its base model's parameters
-# A config.json beside adapter_config.json would make the folder look like a whole model.
-ADAPTER_COMPANIONS = tuple(name for name in COMPANIONS if name not in ("config.json", "generation_config.json"))
 
 
-def write_adapter(source: Path, folder: Path, adapters: Adapters, shards: Iterable[Shard]) -> None:
+def write_adapter(source: Companions, folder: Path, adapters: Adapters, shards: Iterable[Shard]) -> None:
     """Write adapters and the modules trained whole into ``folder``, in fp32, from all ranks together.
 
     A tied weight that was trained is written under both of its names, since PEFT loads each into a module
     of its own.
 
     Args:
-        source: folder of the base model; the adapter names it, and its tokenizer is copied.
+        source: folder of the base model, which the adapter names, and the tokenizer that is copied.
     """
     aliases: dict[str, list[str]] = {name: [name] for name in adapters.shapes}
     for name, owner in adapters.tied.items():
@@ -39,9 +38,9 @@ def write_adapter(source: Path, folder: Path, adapters: Adapters, shards: Iterab
     ]
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
-        copy_companions(source, folder, ADAPTER_COMPANIONS)
+        source.copy_to(folder, with_config=False)
         config = copy.deepcopy(adapters.config)
-        config.base_model_name_or_path, config.inference_mode = str(source.absolute()), True
+        config.base_model_name_or_path, config.inference_mode = str(source.model.absolute()), True
         config.save_pretrained(str(folder))
     dist.barrier()
     write_files(folder, {WEIGHTS_FILE: list(shapes)}, plain_naming(shapes, torch.float32), named)

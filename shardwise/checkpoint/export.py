@@ -9,41 +9,27 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.compose import Ranges, boxes
 from shardwise.checkpoint.naming import Naming, StoredTensor, plain_naming
-from shardwise.checkpoint.safetensors import INDEX_FILE
+from shardwise.checkpoint.safetensors import DTYPES, contiguous_runs
+from shardwise.errors import SaveError
 from shardwise.models.shard import Shard
+from shardwise.spec.weight_files import INDEX_FILE, WEIGHTS_FILE
+from shardwise.units import format_bytes
 
 MAX_FILE_BYTES = 5 * 10**9
-WEIGHTS_FILE = "model.safetensors"
-# What makes a folder usable beside its weights; copied from the input as it is.
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-_DTYPES = {
-    torch.float64: ("F64", np.float64),
-    torch.float32: ("F32", np.float32),
-    torch.bfloat16: ("BF16", np.uint16),
-    torch.float16: ("F16", np.float16),
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes in a file's header
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class _Place:
 
 
 def export_model(
-    source: Path,
+    source: Companions,
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
     shards: Iterable[Shard],
@@ -65,7 +51,7 @@ def export_model(
     """Write ``folder`` from all ranks together; it appears under its name when it is complete.
 
     Args:
-        source: the input folder; configuration, tokenizer and chat template are copied from it.
+        source: what is copied beside the weights.
         shapes: name -> shape of every parameter of the whole model, in the order of the files.
         dtype: dtype of the tensors in the files.
         naming: tensors, dtypes and files in place of ``shapes`` and ``dtype``, as the input has them.
@@ -76,7 +62,7 @@ def export_model(
 
     def write(draft: Path) -> None:
         if dist.get_rank() == 0:
-            copy_companions(source, draft)
+            source.copy_to(draft)
         write_files(draft, files, naming, [(shard.layout.name, shard) for shard in shards])
 
     write_whole(folder, write)
@@ -85,11 +71,12 @@ def export_model(
 def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Let all ranks ``write`` into a draft beside ``folder``, which then takes its place in one move."""
     draft = folder.with_name(f".{folder.name}.draft")
-    if dist.get_rank() == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    dist.barrier()
-    write(draft)
+    with writing(folder):
+        if dist.get_rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        dist.barrier()
+        write(draft)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -117,13 +104,6 @@ def write_files(
                 values = box.turned(shard.data[box.local])
                 _write_box(folder, places[box.name], tensors[box.name], box.stored, values)
     dist.barrier()
-
-
-def copy_companions(source: Path, folder: Path, names: Sequence[str] = COMPANIONS) -> None:
-    """Copy configuration, tokenizer and chat template files, those that there are."""
-    for name in names:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _assign_files(tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
@@ -160,7 +140,7 @@ def _header(names: list[str], tensors: Mapping[str, StoredTensor]) -> tuple[byte
         tensor = tensors[name]
         stop = start + _num_bytes(tensor)
         entries[name] = {
-            "dtype": _DTYPES[tensor.dtype][0],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, stop],
         }
@@ -183,9 +163,11 @@ def _places(files: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor])
 def _write_headers(folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor]) -> None:
     for file, names in files.items():
         head, offsets = _header(names, tensors)
-        with (folder / file).open("wb") as handle:
+        with writing(folder / file), (folder / file).open("wb") as handle:
             handle.write(head)
-            handle.truncate(offsets[""])
+            handle.flush()
+            # All room is taken now: a full disk is met by one rank, before any has written its part.
+            os.posix_fallocate(handle.fileno(), 0, offsets[""])
     if len(files) > 1 or "-of-" in next(iter(files)):
         total = sum(_num_bytes(tensor) for tensor in tensors.values())
         weight_map = {name: file for file, names in files.items() for name in names}
@@ -194,9 +176,40 @@ def _write_headers(folder: Path, files: Mapping[str, list[str]], tensors: Mappin
 
 
 def _write_box(folder: Path, place: _Place, tensor: StoredTensor, ranges: Ranges, box: torch.Tensor) -> None:
-    values = box.to(tensor.dtype).contiguous().cpu()
-    bits = (values.view(torch.uint16) if tensor.dtype is torch.bfloat16 else values).numpy()
-    kind = _DTYPES[tensor.dtype][1]
-    whole = np.memmap(folder / place.file, dtype=kind, mode="r+", offset=place.offset, shape=tensor.shape)
-    whole[tuple(slice(start, stop) for start, stop in ranges)] = bits
-    whole.flush()
+    """Write a box of a tensor, run by run; a full disk is an error here (a mapped file would kill the process)."""
+    bits = memoryview(box.to(tensor.dtype).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    starts, length = contiguous_runs(tensor.shape, ranges)
+    size, path = tensor.dtype.itemsize, folder / place.file
+    with writing(path), path.open("r+b", buffering=0) as file:
+        for number, start in enumerate(starts.tolist()):
+            run = bits[number * length * size : (number + 1) * length * size]
+            _pwrite(file.fileno(), run, place.offset + start * size)
+
+
+def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into one message, with the room that is left.
+
+    Raises:
+        SaveError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise save_error(path, error) from error
+
+
+def save_error(path: Path, error: BaseException) -> SaveError:
+    """What to say of ``error``, met while ``path`` was written."""
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    room = format_bytes(shutil.disk_usage(folder).free)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return SaveError(
+        str(path), f"could not be written ({reason}); {room} are free there", "What was there is untouched"
+    )

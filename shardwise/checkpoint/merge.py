@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.checkpoint.adapter import ADAPTER_COMPANIONS
-from shardwise.checkpoint.export import copy_companions
+from shardwise.checkpoint.companions import TOKENIZER_FILES, copy_files
 from shardwise.errors import ConfigError
 from shardwise.models.adapter_folder import base_folder, find_adapter, load_with_adapter
 from shardwise.models.lora import has_adapter
@@ -77,7 +76,7 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
     merged.to(stored).save_pretrained(out)
     del merged
     for holder in (folder, adapter):  # the adapter's own tokenizer files, else those of its base
-        copy_companions(holder, out, ADAPTER_COMPANIONS)
+        copy_files(holder, out, TOKENIZER_FILES)
     after = _logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval(), ids)
     return Comparison(
         difference=float((after - before).abs().max()),

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.spec.weight_files import INDEX_FILE, weight_files
 
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BOUNCE_BYTES = 2**20  # of a buffer between the file and a slice of another dtype
 _MAX_HEADER_BYTES = 100 * 10**6  # the library's own limit
@@ -51,7 +51,7 @@ class TensorFolder:
 
     def __init__(self, folder: Path, ignored: Sequence[str] = ()) -> None:
         self.entries: dict[str, Entry] = {}
-        for file, names in _files(folder).items():
+        for file, names in weight_files(folder).items():
             found = read_header(file, ignored)
             missing = sorted(n for n in names if n not in found and not _matches(n, ignored)) if names else []
             if missing:
@@ -181,26 +181,3 @@ def _entry(file: Path, name: str, value: Any, data: int) -> Entry:
     if int(value["data_offsets"][1]) - int(value["data_offsets"][0]) != size:
         raise ValueError(f"{name} of shape {entry.shape} does not have {size} bytes")
     return entry
-
-
-def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """File -> the tensors that the index takes from it; None: all of them, where there is no index."""
-    index = folder / INDEX_FILE
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(str(folder), "it holds no .safetensors file", "Use a folder with safetensors weights")
-        return dict.fromkeys(files)
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        by_file: dict[Path, list[str] | None] = {}
-        for name, file in weight_map.items():
-            names = by_file.setdefault(folder / file, [])
-            assert names is not None
-            names.append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(str(index), f"not a readable index ({error})", _COPY_AGAIN) from error
-    missing = sorted(file.name for file in by_file if not file.exists())
-    if missing:
-        raise CheckpointError(str(folder), f"{INDEX_FILE} names {missing[0]}, which is missing", "Copy it there")
-    return by_file

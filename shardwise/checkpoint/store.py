@@ -20,11 +20,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardwise.checkpoint.export import copy_companions
+from shardwise.checkpoint.companions import Companions
+from shardwise.checkpoint.export import save_error, writing
 from shardwise.errors import CheckpointError
 from shardwise.spec.layout import ParamLayout
 
 STATE_FILE = "state.json"
+SUPERSEDED = "superseded"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -82,38 +84,40 @@ def save_checkpoint(
     step: int,
     tensors: Mapping[str, SlicedTensor],
     state: Mapping[str, Any],
-    source: Path,
+    source: Companions,
     write_more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint from all ranks together; on return it is complete under its name.
 
     Args:
-        source: the model folder; its configuration and tokenizer are copied in, so that a checkpoint says
-            by itself which model it is of.
+        source: configuration and tokenizer, so that a checkpoint says by itself which model it is of.
         write_more: called by all ranks with the folder before it gets its name; writes what else belongs in it.
 
     Raises:
-        CheckpointError: it could not be written. What was there before is untouched.
+        SaveError: it could not be written. What was there before is untouched.
     """
     final = folder / checkpoint_name(step)
     draft = folder / f".{final.name}.draft"
     if dist.get_rank() == 0:
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        copy_companions(source, draft)
+        with writing(final):
+            draft.mkdir(parents=True)
+            source.copy_to(draft)
     dist.barrier()
     try:
         dcp.save(dict(tensors), checkpoint_id=draft)
     except dcp.api.CheckpointException as error:
-        first = next(iter(error.failures.values()), error)
-        raise CheckpointError(str(draft), f"the checkpoint of step {step} could not be written ({first})") from error
+        # A failure is an error of a rank with its stack.
+        first = next((failure[0] for failure in error.failures.values()), error)
+        if dist.get_rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise save_error(final, first) from error
     if write_more is not None:
         write_more(draft)
     if dist.get_rank() == 0:
-        (draft / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n", encoding="utf-8")
-        if final.exists():  # the same step again, after a resume from an older one
-            shutil.rmtree(final)
-        draft.rename(final)
+        with writing(final):
+            (draft / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n", encoding="utf-8")
+            draft.rename(final)
     dist.barrier()
     return final
 
@@ -147,6 +151,33 @@ def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor]) -> No
         if shape != tensor.place.shape:
             raise CheckpointError(f"{name} in {checkpoint}", f"has shape {shape}, the model {tensor.place.shape}")
     dcp.load(dict(tensors), checkpoint_id=checkpoint)
+
+
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Move the checkpoints beyond ``step`` into ``superseded/``: a run that goes on from an older one makes these
+    steps anew, and neither rotation nor ``resume: auto`` may take the abandoned ones for its own.
+
+    Returns:
+        Where they are now. Called by one rank before the first step.
+    """
+    moved = []
+    for path in list_checkpoints(folder):
+        if read_step(path) > step:
+            target = folder / SUPERSEDED / path.name
+            number = 1
+            while target.exists():
+                number += 1
+                target = folder / SUPERSEDED / f"{path.name}.{number}"
+            target.parent.mkdir(exist_ok=True)
+            moved.append(path.rename(target))
+    return moved
+
+
+def read_step(checkpoint: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
 
 
 def rotate(folder: Path, keep: int) -> None:

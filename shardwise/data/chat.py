@@ -9,7 +9,6 @@ in a supervised span, so no token id depends on where a turn ends.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -17,6 +16,8 @@ import numpy as np
 
 from shardwise.data.format import IGNORED, BadRow, Tokens
 from shardwise.errors import ConfigError
+from shardwise.models.tokenizer import leading_bos
+from shardwise.spec.template import template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +46,9 @@ class ChatEncoder:
             rule = "messages need a tokenizer that gives character offsets (a fast one)"
             raise ConfigError(f"tokenizer = {name}", rule, 'Tokenise the rows yourself: {"input_ids", "labels"}')
         self._tokenizer = tokenizer
-        self._template = _template_text(template) if template is not None else _own_template(tokenizer)
+        self._template = template_text(template) if template is not None else _own_template(tokenizer)
         self._check_syntax()
-        # Where the tokenizer itself would begin a text with BOS, the model has been trained to see one.
-        bos = tokenizer.bos_token_id
-        self._bos = [bos] if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos] else []
+        self._bos = leading_bos(tokenizer)
 
     def __call__(self, value: dict[str, Any]) -> Tokens:
         """Ids and labels of one row.
@@ -193,19 +192,6 @@ def _end_by_content(content: str, until: str, text: str, start: int | None) -> i
     begin = start + len(text[start:]) - len(text[start:].lstrip())
     end = begin + len(content)
     return end + len(tail) if found and text.startswith(content + tail, begin) else None
-
-
-def _template_text(template: str) -> str:
-    """A template given as a file or as its own text."""
-    if "{" in template:
-        return template
-    try:
-        return Path(template).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        rule = f"neither a file that can be read ({error.strerror}) nor the text of a template"
-        raise ConfigError(f"chat_template = {template}", rule, "Name a Jinja file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"chat_template = {template}", "the file is not UTF-8", "Save it as UTF-8") from None
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:

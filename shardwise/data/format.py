@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from shardwise.config import nearest
+
 IGNORED = -100  # a label with this value is not supervised
 Format = Literal["tokens", "messages", "pairs"]
 FORMATS: tuple[Format, ...] = ("tokens", "messages", "pairs")
@@ -24,6 +26,8 @@ _KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",),),
     "pairs": PAIR_KEYS,
 }
+
+_TOKEN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
 
 # What rows of other tools look like: the keys that give them away, and their name.
 _FOREIGN = (
@@ -100,6 +104,10 @@ def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | Non
         BadRow: a wrong type or length, an id outside ``[0, vocab_size)``, a label that is neither an id nor -100, a
             position outside ``[0, max_positions)``, or an attention mask with zeros (the row holds padding).
     """
+    for key in value:
+        near = nearest(key, _TOKEN_KEYS) if isinstance(key, str) and key not in _TOKEN_KEYS else None
+        if near is not None and near not in value:  # a misspelt labels would silently supervise every token
+            raise BadRow(f"has the key {key!r}; did you mean {near!r}?")
     ids = _integers("input_ids", value["input_ids"])
     if not len(ids):
         raise BadRow("input_ids is empty")

@@ -44,6 +44,7 @@ class Row:
 
     ``index`` is its place among the rows in use, in file order; ``line`` where it stands in the file. ``input_ids``,
     ``labels`` (unshifted, -100: not supervised) and ``position_ids`` (None: 0, 1, 2, ...) are int32 [length].
+    ``fingerprint`` is a hash of all three before the row was cut to length.
     """
 
     index: int
@@ -51,6 +52,12 @@ class Row:
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray | None = None
+    fingerprint: str = ""
+
+
+def _fingerprint(tokens: Tokens) -> str:
+    parts = [tokens.input_ids, tokens.labels, *([] if tokens.position_ids is None else [tokens.position_ids])]
+    return hashlib.sha256(b"".join(part.astype("<i4").tobytes() for part in parts)).hexdigest()[:16]
 
 
 def row_hash(row: Row) -> str:
@@ -86,6 +93,7 @@ def load_rows(
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     max_positions: int | None = None,
     records: list[Record] | None = None,
+    max_samples: int | None = None,
     notify: Notify = _log.warning,
 ) -> list[Row]:
     """The rows of ``path`` that the run uses, in file order.
@@ -94,6 +102,7 @@ def load_rows(
         records: what stands in for the file's content; ``path`` is then no more than its name in messages.
         vocab_size: rows of the model's embedding; every id is below it.
         tokenizer: gives the tokenizer; called only if the rows are text.
+        max_samples: read no more than the first so many rows.
         max_positions: longest row that the model can take; ``data.max_length`` can only lower it.
         notify: told, in one line each, of rows that are skipped, dropped or truncated.
 
@@ -103,7 +112,7 @@ def load_rows(
     """
     data, name = run.data, show(path)
     if records is None:
-        records = read_records(path, data.max_samples)
+        records = read_records(path, max_samples)
     if not records:
         raise ConfigError(name, "the data file holds no rows" if path.suffix else "holds no rows")
     kind = _kind(records, data.format)
@@ -201,7 +210,7 @@ def _sort(
         except BadRow as error:
             out.bad[record.line] = str(error)
             continue
-        length = len(tokens.input_ids)
+        length, fingerprint = len(tokens.input_ids), _fingerprint(tokens)
         if limit.tokens is not None and length > limit.tokens:
             cut = _cut(tokens, limit.tokens)
             # A row that was supervised and would no longer be teaches nothing: dropped and counted.
@@ -213,7 +222,8 @@ def _sort(
             if fate is not out.truncated:
                 continue
             tokens = cut
-        out.rows.append(Row(len(out.rows), record.line, tokens.input_ids, tokens.labels, tokens.position_ids))
+        parts = tokens.input_ids, tokens.labels, tokens.position_ids
+        out.rows.append(Row(len(out.rows), record.line, *parts, fingerprint))
     return out
 
 

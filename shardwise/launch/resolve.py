@@ -27,6 +27,7 @@ from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
+from shardwise.spec.template import template_text
 
 # What a run writes into its folder; `overwrite` removes these and nothing else.
 RESULTS = (
@@ -59,6 +60,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if run.model_init == "pretrained":
         check_weights(folder, model)
     device = choose_device(os.environ.get("SHARDWISE_DEVICE") or run.device)
+    run = locate_tokenizer(run)
     if command == "train":
         check_data(run, in_memory)
         check_output(run, folder, nodes)
@@ -74,6 +76,25 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     for note in notes:
         say(note)
     return _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
+
+
+def locate_tokenizer(run: RunConfig) -> RunConfig:
+    """The run with the folder of its ``tokenizer``, looked for as a model is; a template file is looked for too.
+
+    Raises:
+        ConfigError: one of them is not there.
+    """
+    if run.chat_template is not None:
+        template_text(run.chat_template)
+    if run.tokenizer is None:
+        return run
+    models_dir = run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR")
+    try:
+        folder = locate_model(run.tokenizer, models_dir, only_config=True)
+    except ConfigError as error:
+        rule = error.rule.replace("no such model folder", "no such folder")
+        raise ConfigError(f"tokenizer = {run.tokenizer!r}", rule, error.remedy) from None
+    return run.model_copy(update={"tokenizer": str(folder)})
 
 
 def choose_device(wanted: str) -> DeviceType:

@@ -26,8 +26,12 @@ def show_answers(run: RunConfig, plan: Plan, export: Path, console: Console) -> 
         return
     from shardwise.models.generate import generate  # loads transformers, which costs seconds
 
-    before = generate(Path(run.model), prompts, ANSWER_TOKENS)
-    after = generate(export, prompts, ANSWER_TOKENS)
+    try:
+        before = generate(Path(run.model), prompts, ANSWER_TOKENS, Path(run.tokenizer) if run.tokenizer else None)
+        after = generate(export, prompts, ANSWER_TOKENS)
+    except Exception as error:  # the training is done and exported: answers are an extra
+        console.print(f"no answers: {error}", markup=False, highlight=False)
+        return
     for prompt, old, new in zip(prompts, before, after, strict=True):
         for label, text in (("question", prompt), ("  before", old), ("   after", new)):
             console.print(f"[bold]{label}[/]  ", end="", highlight=False)

@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.config import NOT_AVAILABLE, nearest_multiples
 from shardwise.errors import ConfigError
 from shardwise.spec.counts import Sizes, count, num_experts
+from shardwise.spec.weight_files import weight_files
 
 # Spellings of one size, the commonest first.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -168,7 +169,8 @@ def check_weights(folder: str | Path, model: ModelSpec) -> None:
     """Refuse a folder without complete safetensors weights, by its file names alone.
 
     Raises:
-        ConfigError: no ``*.safetensors``, or one that the index lists is absent.
+        ConfigError: no ``*.safetensors``.
+        CheckpointError: what :func:`shardwise.spec.weight_files.weight_files` refuses.
     """
     folder = Path(folder)
     value, remedy = f"model folder {folder}", "Use model_init=random to train from random weights"
@@ -178,16 +180,7 @@ def check_weights(folder: str | Path, model: ModelSpec) -> None:
             remedy = f"Convert {pickled[0]} with transformers' save_pretrained, or u{remedy[1:]}"
             raise ConfigError(value, f"its weights are pickled ({pickled[0]}), only *.safetensors is read", remedy)
         raise ConfigError(value, "holds no *.safetensors, and model_init is pretrained", remedy)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        try:
-            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index}", "is no index of safetensors files", "Download the model again") from None
-        absent = [name for name in listed if not (folder / name).is_file()]
-        if absent:
-            rule = f"{len(absent)} of {len(listed)} weight files are absent: {', '.join(absent[:4])}"
-            raise ConfigError(value, rule, "Download the model again")
+    weight_files(folder)
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:

@@ -61,12 +61,24 @@ class Strategy:
 
 
 def legal_tensor_degrees(model: ModelSpec) -> list[int]:
-    """Every tensor degree that gives each rank whole heads, and each KV head whole ranks; experts stay whole."""
+    """Every tensor degree that gives each rank whole heads and a part of the vocabulary, and each KV head whole
+    ranks; experts stay whole."""
     if model.num_experts:
         return [1]
     heads, kv_heads = model.num_heads, model.num_kv_heads
     most = min(heads, model.intermediate_size, model.vocab_size)
-    return [tp for tp in range(1, most + 1) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+    return [
+        tp
+        for tp in range(1, most + 1)
+        if heads % tp == 0
+        and (kv_heads % tp == 0 or tp % kv_heads == 0)
+        and not _leaves_a_rank_empty(model.vocab_size, tp)
+    ]
+
+
+def _leaves_a_rank_empty(size: int, parts: int) -> bool:
+    """Whether a cut as torch.chunk makes it leaves the last part without an element: 5 over 4 is 2, 2, 1, 0."""
+    return (parts - 1) * -(-size // parts) >= size
 
 
 def default_stages(num_blocks: int, pp: int) -> tuple[int, ...]:
@@ -120,7 +132,8 @@ def _tensor_degree(given: int | None, model: ModelSpec) -> int:
     elif model.num_kv_heads % tp and tp % model.num_kv_heads:
         rule = f"neither divides the {model.num_kv_heads} KV heads nor is a multiple of them"
     else:
-        rule = f"is more than the FFN width {model.intermediate_size} or the vocabulary {model.vocab_size}"
+        sizes = f"the vocabulary {model.vocab_size} or the FFN width {model.intermediate_size}"
+        rule = f"leaves a rank without a part of {sizes}"
     raise PlanError(f"strategy.tp = {tp}", rule, f"legal degrees: {', '.join(map(str, legal))}")
 
 

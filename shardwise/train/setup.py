@@ -10,22 +10,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.hf import load_slices, stored_dtype
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.memory import MemoryData, memory_records
-from shardwise.data.rows import Row, load_rows, row_hash
+from shardwise.data.rows import Row, load_rows
 from shardwise.errors import ShardwiseError
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import distributions, fill_random
 from shardwise.models.lora import Adapters, find_adapters
+from shardwise.models.tokenizer import load_tokenizer
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+from shardwise.spec.template import template_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -71,6 +74,12 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
     return LoadedModel(model, shapes, dtype, adapters, naming), replace(plan, table=table.to_json())
 
 
+def companions(run: RunConfig) -> Companions:
+    """What a run writes beside its weights."""
+    template = None if run.chat_template is None else template_text(run.chat_template)
+    return Companions(Path(run.model), Path(run.tokenizer) if run.tokenizer else None, template)
+
+
 def declared_dtype(folder: Path) -> torch.dtype:
     """The dtype that a folder's ``config.json`` names; fp32 where it names none."""
     declared = AutoConfig.from_pretrained(folder).dtype
@@ -89,7 +98,12 @@ def check_adapters(run: RunConfig) -> None:
 
 
 def read_rows(
-    path: str, run: RunConfig, plan: Plan, say: Callable[[str], None], memory: MemoryData | None = None
+    path: str,
+    run: RunConfig,
+    plan: Plan,
+    say: Callable[[str], None],
+    memory: MemoryData | None = None,
+    max_samples: int | None = None,
 ) -> list[Row]:
     """The rows of a data file, read and tokenised once, by rank 0, and handed to all.
 
@@ -107,9 +121,10 @@ def read_rows(
                 Path(path),
                 run,
                 vocab_size=plan.model.vocab_size,
-                records=memory_records(memory.datasets[path], path, run.data.max_samples) if known else None,
-                tokenizer=lambda: memory.tokenizer or AutoTokenizer.from_pretrained(run.tokenizer or run.model),
+                records=memory_records(memory.datasets[path], path, max_samples) if known else None,
+                tokenizer=lambda: memory.tokenizer or load_tokenizer(Path(run.tokenizer or run.model)),
                 max_positions=plan.model.max_position_embeddings,
+                max_samples=max_samples,
                 notify=say,
             )
         except ShardwiseError as error:
@@ -122,8 +137,8 @@ def read_rows(
 
 
 def data_fingerprint(rows: list[Row]) -> str:
-    """Names a data set by its ids, so that a resume on another one is refused."""
-    return hashlib.sha256("".join(row_hash(row) for row in rows).encode()).hexdigest()[:16]
+    """Names a data set by its rows before they are cut to length, so that a resume on another one is refused."""
+    return hashlib.sha256("".join(row.fingerprint for row in rows).encode()).hexdigest()[:16]
 
 
 def make_loader(rows: list[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> Loader:

@@ -11,11 +11,11 @@ from typing import Any
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
 from shardwise.checkpoint.export import export_model, write_whole
-from shardwise.checkpoint.store import rotate, save_checkpoint
+from shardwise.checkpoint.store import rotate, save_checkpoint, set_aside
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
 from shardwise.data.rows import name_lines
-from shardwise.errors import CheckpointError
+from shardwise.errors import SaveError
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -27,7 +27,7 @@ from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
 from shardwise.train.progress import ProgressView
 from shardwise.train.saving import CHECKPOINTS, RunIdentity, TrainState, all_tensors
-from shardwise.train.setup import LoadedModel
+from shardwise.train.setup import LoadedModel, companions
 from shardwise.train.step import NonFinitePolicy, StepResult, evaluate, sum_over_ranks, train_step
 from shardwise.train.throughput import Throughput, count_adapter_parameters, device_name
 
@@ -56,7 +56,7 @@ class Trainer:
     def __init__(
         self, parts: TrainerParts, state: TrainState, view: ProgressView, callbacks: Sequence[Callback] = ()
     ) -> None:
-        self.parts, self.state = parts, state
+        self.parts, self.state, self.view = parts, state, view
         self.folder = Path(parts.run.output_dir)
         self.total_steps = count_steps(parts.run, parts.loader, state)
         self.policy = NonFinitePolicy(parts.run.train.on_nan)
@@ -88,6 +88,7 @@ class Trainer:
             model=parts.loaded.model,
         )
         try:
+            self._set_aside()
             self.callbacks.call("on_train_begin", info)
             stopped, reason = self._run()
             if stopped is None and parts.run.save.export:
@@ -99,6 +100,12 @@ class Trainer:
         finally:
             parts.meter.close()
         return stopped
+
+    def _set_aside(self) -> None:
+        """Checkpoints of steps that are about to be made anew must not be taken for this run's."""
+        if self.parts.context.rank == 0:
+            for path in set_aside(self.folder / CHECKPOINTS, self.state.step):
+                self.view.say(f"set aside: {path}, a checkpoint beyond step {self.state.step}")
 
     def _run(self) -> tuple[str | None, str | None]:
         """The loop. Returns the signal that ended it, and the reason of a callback that did."""
@@ -191,14 +198,12 @@ class Trainer:
         """Write a checkpoint of the current step, then remove the ones that are too many.
 
         Raises:
-            CheckpointError: the two copies of a tied weight have drifted apart; nothing is written.
+            SaveError: the two copies of a tied weight have drifted apart; nothing is written.
         """
         parts = self.parts
         (drifted,) = sum_over_ranks([float(not parts.loaded.model.tied_copies_agree())], parts.loaded.model.mesh.device)
         if drifted:
-            raise CheckpointError(
-                f"step {self.state.step}", "the copies of the tied embedding differ", "Please report this"
-            )
+            raise SaveError(f"step {self.state.step}", "the copies of the tied embedding differ", "Please report this")
         state = {
             "schema": 1,
             "train": replace(self.state, callbacks=self.callbacks.state_dict()).to_json(),
@@ -211,7 +216,7 @@ class Trainer:
             self.state.step,
             all_tensors(parts.loaded.model, parts.optimizer),
             state,
-            Path(parts.run.model),
+            companions(parts.run),
             (lambda draft: self._write_adapter(draft / ADAPTER_FOLDER)) if parts.loaded.adapters else None,
         )
         if parts.context.rank == 0:
@@ -225,7 +230,7 @@ class Trainer:
             write_whole(target, self._write_adapter)
             return
         export_model(
-            Path(self.parts.run.model),
+            companions(self.parts.run),
             target,
             loaded.shapes,
             loaded.model.shards,
@@ -236,12 +241,13 @@ class Trainer:
     def _write_adapter(self, folder: Path) -> None:
         loaded = self.parts.loaded
         assert loaded.adapters is not None
-        write_adapter(Path(self.parts.run.model), folder, loaded.adapters, loaded.model.shards)
+        write_adapter(companions(self.parts.run), folder, loaded.adapters, loaded.model.shards)
 
 
 def count_steps(run: RunConfig, loader: Loader, state: TrainState) -> int:
     """Number of the last step of a run that stands at ``state``."""
+    left = loader.num_steps(run.train.epochs or 1, state.loader)  # refuses a set without a step
     if run.train.max_steps is not None:
         return run.train.max_steps
     assert run.train.epochs is not None
-    return state.step + loader.num_steps(run.train.epochs, state.loader)
+    return state.step + left

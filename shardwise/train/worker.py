@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
@@ -94,7 +93,7 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: Memo
 
     check_adapters(run)
     assert run.data.train is not None
-    rows = read_rows(run.data.train, run, plan, say, memory)
+    rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")

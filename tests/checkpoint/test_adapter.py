@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.checkpoint.adapter import write_adapter
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.merge import merge
 from shardwise.checkpoint.store import list_checkpoints, load_checkpoint, save_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
@@ -93,9 +94,9 @@ def _train(rank: int, case: LoraCase, folder: Path, resume: bool) -> list[float 
         rate = learning_rate(case.train, step, STEPS)
         losses.append(train_step(model, optimizer, batch, rate, case.train.max_grad_norm, []).loss)
     if resume:
-        write_adapter(case.folder, folder / "final", adapters, model.shards)
+        write_adapter(Companions(case.folder), folder / "final", adapters, model.shards)
     else:
-        save_checkpoint(folder, SAVED_AT, all_tensors(model, optimizer), {}, case.folder)
+        save_checkpoint(folder, SAVED_AT, all_tensors(model, optimizer), {}, Companions(case.folder))
     return losses
 
 
@@ -165,7 +166,7 @@ def _export(rank: int, case: LoraCase, folder: Path, steps: int) -> torch.Tensor
     batches = loader_of(case, mesh).batches()
     for _ in range(steps):
         train_step(model, optimizer, next(batches), 1e-2, 1.0, [])
-    write_adapter(case.folder, folder, adapters, model.shards)
+    write_adapter(Companions(case.folder), folder, adapters, model.shards)
     if case.strategy.world_size > 1:
         return torch.zeros(())
     ids = torch.tensor([row["input_ids"][:4] for row in ROWS])
@@ -218,7 +219,7 @@ def _fresh(rank: int, case: LoraCase, folder: Path) -> None:
     model, _, adapters = build(case)
     added = [shard for shard in model.shards if shard.parameter.requires_grad]
     fill_random(added, adapters.distributions, 42)
-    write_adapter(case.folder, folder, adapters, model.shards)
+    write_adapter(Companions(case.folder), folder, adapters, model.shards)
 
 
 @pytest.mark.slow

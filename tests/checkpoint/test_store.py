@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.companions import Companions
+from shardwise.checkpoint.export import export_model
 from shardwise.checkpoint.store import (
     STATE_FILE,
     SlicedTensor,
+    checkpoint_name,
     list_checkpoints,
     load_checkpoint,
     rotate,
     save_checkpoint,
+    set_aside,
 )
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, SaveError
+from shardwise.models.shard import Shard
 from shardwise.spec import tolerance
 from shardwise.spec.layout import ParamLayout
 from shardwise.testing import run_distributed
@@ -54,7 +61,7 @@ def _train(rank: int, case: Case, folder: Path, resume: bool) -> tuple[list[floa
         rate = learning_rate(case.train, step, STEPS)
         losses.append(train_step(model, optimizer, batch, rate, case.train.max_grad_norm, []).loss)
     if not resume:
-        save_checkpoint(folder, SAVED_AT, all_tensors(model, optimizer), {"step": SAVED_AT}, case.folder)
+        save_checkpoint(folder, SAVED_AT, all_tensors(model, optimizer), {"step": SAVED_AT}, Companions(case.folder))
         border = _state(model, optimizer)
     return losses, border
 
@@ -132,7 +139,7 @@ def _tensor(values: torch.Tensor, shape: tuple[int, ...]) -> SlicedTensor:
 
 def _save_two(rank: int, folder: Path, source: Path) -> None:
     for step in (9, 10, 11):
-        save_checkpoint(folder, step, {"model.w": _tensor(torch.full((3,), float(step)), (3,))}, {}, source)
+        save_checkpoint(folder, step, {"model.w": _tensor(torch.full((3,), float(step)), (3,))}, {}, Companions(source))
     if dist.get_rank() == 0:
         rotate(folder, 2)
 
@@ -161,3 +168,57 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     assert "no model.other" in run_distributed(_load_wrong, 1, newest, "model.other", (3,))[0]
     assert "shape (3,)" in run_distributed(_load_wrong, 1, newest, "model.w", (4,))[0]
     assert json.loads((newest / STATE_FILE).read_text()) == {}
+
+
+def test_checkpoints_beyond_a_resumed_step_are_set_aside_and_kept(tmp_path):
+    for step in (2, 4, 6):
+        folder = tmp_path / checkpoint_name(step)
+        folder.mkdir()
+        (folder / "state.json").write_text(str(step))
+        (folder / ".metadata").touch()
+    moved = set_aside(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert [(path / "state.json").read_text() for path in moved] == ["4", "6"]
+    again = tmp_path / checkpoint_name(4)
+    again.mkdir()
+    (again / "state.json").write_text("4 again")
+    (again / ".metadata").touch()
+    assert [(path / "state.json").read_text() for path in set_aside(tmp_path, 3)] == ["4 again"]
+    assert sorted((path / "state.json").read_text() for path in (tmp_path / "superseded").iterdir()) == [
+        "4",
+        "4 again",
+        "6",
+    ]
+
+
+def _write_without_room(rank: int, root: Path) -> list[tuple[str, int]]:
+    """Save and export 256 KiB where no file may grow beyond 64 KiB."""
+    layout = ParamLayout("w", (256, 256), owned=rank == 0)
+    shard = Shard(layout, torch.nn.Parameter(torch.ones(256, 256)))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))
+    source, errors = Companions(root / "source"), []
+    for write in (
+        lambda: export_model(source, root / "export", {"w": (256, 256)}, [shard], torch.float32),
+        lambda: save_checkpoint(root, 2, {"model.w": SlicedTensor.of(shard.data, layout)}, {}, source),
+    ):
+        try:
+            write()
+        except SaveError as error:
+            errors.append((str(error), error.exit_code))
+    return errors
+
+
+def test_55_a_full_disk_is_one_message_and_costs_nothing_that_is_complete(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "kept").touch()
+    (errors,) = run_distributed(_write_without_room, 1, tmp_path)
+    assert [code for _, code in errors] == [3, 3]
+    for (message, _), name in zip(errors, ("model.safetensors", "step-00000002"), strict=True):
+        assert name in message
+        assert "are free there" in message
+        assert "Traceback" not in message
+    assert "File too large" in errors[0][0]
+    assert (tmp_path / "export" / "kept").exists()
+    assert list_checkpoints(tmp_path) == []

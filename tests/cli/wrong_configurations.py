@@ -74,6 +74,8 @@ WRONG = [
     _row("epochs and max_steps", "train.epochs=1;train.max_steps=2", "train.epochs = 1", "train.max_steps = 2"),
     _row("save steps without number", "save.strategy=steps", "save.strategy", "save.steps"),
     _row("evaluation without rows", "eval.strategy=epoch", "eval.strategy", "data.eval"),
+    _row("tokenizer that is not there", "tokenizer=nosuch folder", "tokenizer = 'nosuch folder'", "no such folder"),
+    _row("template that is not there", "chat_template=nofile.jinja", "chat_template = nofile.jinja", "No such file"),
     _row("tp does not divide the heads", "tp=3", "strategy.tp = 3", "4 attention heads", "1, 2, 4"),
     _row("tp 2 of nine heads", "model={root}/nine-heads;tp=2", "9 attention heads", "legal degrees: 1, 3, 9"),
     _row("more stages than blocks", "pp=5", "strategy.pp = 5", "4 blocks", "1 to 4"),

@@ -49,7 +49,7 @@ def load(path: Path, vocab_size: int = 132, **given: Any) -> list[Row]:
     data = {key: given.pop(key) for key in list(given) if key in DataConfig.model_fields}
     run = RunConfig(model="m", chat_template=given.pop("chat_template", None), data=DataConfig(**data))
     given.setdefault("tokenizer", no_tokenizer)
-    return load_rows(path, run, vocab_size=vocab_size, **given)
+    return load_rows(path, run, vocab_size=vocab_size, max_samples=run.data.max_samples, **given)
 
 
 def make_tokenizer(template: str | None = CHATML, *, adds_bos: bool = False) -> PreTrainedTokenizerFast:

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
 from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.errors import PlanError
@@ -73,7 +74,7 @@ def _run(rank: int, cases: list[Case], targets: list[Path]) -> list[RankPart]:
 
         def export(model: Any, case: Case = case, target: Path = target) -> None:
             naming = naming_of_folder(case.folder, build_on_meta(case.folder, None))
-            export_model(case.folder, target, {}, model.shards, torch.float32, naming)
+            export_model(Companions(case.folder), target, {}, model.shards, torch.float32, naming)
 
         parts.append(run_case(case, export))
     return parts

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import distributions, fill_random
@@ -119,7 +120,7 @@ def _export(rank: int, case: Case, target: Path) -> float:
     for _ in range(2):
         train_step(model, optimizer, next(batches), 0.05, 1.0, [])
     shapes = {n: tuple(p.shape) for n, p in build_on_meta(case.folder, "sdpa").named_parameters()}
-    export_model(case.folder, target, shapes, model.shards, torch.float32)
+    export_model(Companions(case.folder), target, shapes, model.shards, torch.float32)
     return evaluate(model, loader.eval_batches(4))[0]
 
 

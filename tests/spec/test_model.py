@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import NOT_AVAILABLE
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.spec.model import ModelSpec, check_weights, find_model, read_model
 from tests.parallel.families import FAMILIES, family_config, make_family
 from tests.spec.model_folder import make_folder, make_spec
@@ -145,10 +145,10 @@ def test_weights_are_checked_by_their_file_names(tmp_path: Path) -> None:
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"1 of 2 weight files are absent: model-00002"):
+    with pytest.raises(CheckpointError, match=r"2 weight files, of which 1 are absent: model-00002"):
         check_weights(folder, read_model(folder))
     index.write_text("[]", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is no index"):
+    with pytest.raises(CheckpointError, match="not a readable index"):
         check_weights(folder, read_model(folder))
     index.write_text(json.dumps({"weight_map": {"a": names["a"]}}), encoding="utf-8")
     check_weights(folder, read_model(folder))

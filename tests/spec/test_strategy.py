@@ -209,3 +209,8 @@ def test_a_run_resolves_to_its_own_degrees_or_each_remedy_removes_the_refusal(
     micro_batches = strategy.num_micro_batches(resolved_rows)
     assert strategy.dp * strategy.micro_batch_size * micro_batches == resolved_rows
     Plan(model, strategy, resolved_rows, "cpu")  # what is resolved is also a legal plan
+
+
+def test_no_rank_is_left_without_a_part_of_the_vocabulary(tmp_path: Path) -> None:
+    assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, vocab_size=5)) == [1, 2]  # 2, 2, 1, 0
+    assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, vocab_size=7)) == [1, 2, 4]  # 2, 2, 2, 1

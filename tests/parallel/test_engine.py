@@ -1,0 +1,33 @@
+"""What the engine uses of torch's private parts is still there, with the arguments that it passes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage, schedules
+
+RUNTIME = schedules._PipelineScheduleRuntime
+
+
+@pytest.mark.parametrize(
+    ("function", "used"),
+    [
+        (schedules._Action, ["stage_index", "computation_type", "microbatch_index"]),
+        (schedules._add_send_recv, ["compute_actions", "stage_to_rank", "num_stages"]),
+        (schedules._add_unshard_reshard, ["compute_actions"]),
+        (RUNTIME._prepare_schedule_with_comms, ["self", "actions"]),
+        (RUNTIME._step_microbatches, ["self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs"]),
+        (PipelineStage.clear_runtime_states, ["self"]),
+    ],
+)
+def test_private_functions_take_what_the_engine_passes(function, used):
+    assert list(inspect.signature(function).parameters)[: len(used)] == used, torch.__version__
+
+
+def test_a_schedule_reads_the_attributes_that_the_engine_sets():
+    source = inspect.getsource(schedules)
+    for attribute in ("pipeline_order_with_comms", "self._loss_fn", "self._has_backward", "has_backward"):
+        assert attribute in source, torch.__version__
+    assert {"FORWARD", "FULL_BACKWARD"} <= set(schedules._ComputationType.__members__)
