@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import load_yaml
-from shardwise.errors import LaunchError
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import find_culprit, read_errors
 from shardwise.launch.nodes import local_processes
@@ -185,7 +185,12 @@ def _run(work: Work, num_local: int, listener: StopListener) -> Outcome:
                 if listener.signal_name:
                     return _stopped(listener.signal_name)
                 result = elastic.run_workers(work, num_local, listener)
+    except ShardwiseError as error:
+        state = "refused" if error.exit_code == ShardwiseError.exit_code else "failed"
+        return Outcome({"state": state, "exit_code": error.exit_code, "error": str(error)}, str(error))
     except Exception as error:
+        if listener.signal_name:  # it came while machines were waited for
+            return _stopped(listener.signal_name)
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         return _failed(None, f"the workers could not be run: {type(error).__name__}: {error}", log)

@@ -300,3 +300,22 @@ def test_a_wrong_number_of_devices_and_a_wrong_trainer_are_refused_before_a_job_
         assert job.wait() == 2
     assert job.stderr.startswith("shardwise: strategy.tp = 3: does not divide the 4 attention heads")
     assert "second line" not in job.stdout
+
+
+def test_a_machine_that_waits_for_another_can_be_stopped(inputs: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    settings = [part for key in ("nnodes=2", f"rdzv_endpoint={endpoint}") for part in ("--set", key)]
+    run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
+    with script(inputs, tmp_path, TRAIN, *run) as job:
+        job.wait_for(lambda: socket_is_open(endpoint))
+        job.process.terminate()
+        assert job.wait(30) == 143
+    assert job.stderr.splitlines()[-1] == "stopped by SIGTERM"
+
+
+def socket_is_open(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
