@@ -308,7 +308,7 @@ def test_a_machine_that_waits_for_another_can_be_stopped(inputs: Path, tmp_path:
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     settings = [part for key in ("nnodes=2", f"rdzv_endpoint={endpoint}") for part in ("--set", key)]
     run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
-    with script(inputs, tmp_path, TRAIN, *run) as job:
+    with script(inputs, tmp_path, TRAIN, *run, shard=2) as job:
         job.wait_for(lambda: socket_is_open(endpoint))
         job.process.terminate()
         assert job.wait(30) == 143
