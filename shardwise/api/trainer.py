@@ -151,7 +151,8 @@ class Trainer:
             if resume:
                 tree["resume"] = "auto" if resume is True else os.fspath(resume)
             rows = self.args.per_device_eval_rows
-            self._session = Session(tree, self._datasets, self._tokenizer, rows, self._callbacks)
+            by_rule = AMBIENT.compile_by_rule and tree.get("train", {}).get("compile") is None
+            self._session = Session(tree, self._datasets, self._tokenizer, rows, self._callbacks, by_rule)
         elif resume:
             remedy = "Call train(resume_from_checkpoint=...) first"
             raise ConfigError(f"resume_from_checkpoint = {resume!r}", "the model has been loaded before", remedy)

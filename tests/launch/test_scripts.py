@@ -319,3 +319,23 @@ def socket_is_open(endpoint: str) -> bool:
     host, _, port = endpoint.rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.parametrize(("saved_share", "compiled"), [(0.1, False), (1e9, True)], ids=["short job", "it repays"])
+def test_graph_mode_compiles_where_the_rule_says_so(
+    inputs: Path, tmp_path: Path, expected: list[float], saved_share: float, compiled: bool
+) -> None:
+    text = f"""
+import shardwise.mindspore as ms
+from shardwise.spec import compiling
+compiling.SAVED_SHARE = {saved_share}
+ms.set_context(mode=ms.GRAPH_MODE)
+"""
+    with script(inputs, tmp_path, text + TRAIN) as job:
+        assert job.wait(500) == 0, job.stderr
+    assert losses(job.output_dir) == pytest.approx(expected, rel=FP32_LOSS)
+    (line,) = [line for line in job.stderr.splitlines() if line.startswith("compile ")]
+    assert ("blocks are compiled" in line) == compiled
+    assert f"compile: {str(compiled).lower()}\n" in (job.output_dir / "run.yaml").read_text()
+    times = [json.loads(line).get("compile_seconds") for line in (job.output_dir / "metrics.jsonl").open()]
+    assert any(times) == compiled
