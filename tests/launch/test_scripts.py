@@ -339,3 +339,27 @@ ms.set_context(mode=ms.GRAPH_MODE)
     assert f"compile: {str(compiled).lower()}\n" in (job.output_dir / "run.yaml").read_text()
     times = [json.loads(line).get("compile_seconds") for line in (job.output_dir / "metrics.jsonl").open()]
     assert any(times) == compiled
+
+
+def test_a_rank_that_is_killed_on_another_machine_is_named_by_both(inputs: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    mark = "Path(sys.argv[2] + '-begun-' + os.environ.get('RANK', 'first')).write_text(str(os.getpid()))\n"
+    path, out = write(tmp_path, f"arguments['max_steps'] = 3000\n{mark}{TRAIN}", shard=2), tmp_path / "out"
+
+    def start(rank: int) -> Any:
+        places = ("nnodes=2", f"node_rank={rank}", f"rdzv_endpoint={endpoint}")
+        settings = [part for place in places for part in ("--set", place)]
+        run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
+        return command(out, *run, str(path), str(inputs), str(out))
+
+    with start(1) as second, start(0) as first:
+        metrics = out / "metrics.jsonl"
+        first.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+        os.kill(int((tmp_path / "out-begun-3").read_text()), signal.SIGKILL)
+        assert first.wait(60) == 3
+        assert second.wait(60) == 3
+    for job in (first, second):
+        assert "rank 3 was killed by SIGKILL" in job.stderr
+    assert (first.status()["state"], first.status()["rank"]) == ("failed", 3)
