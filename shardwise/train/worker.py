@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
@@ -65,7 +64,7 @@ def make_trainer(
     view = ProgressView(context.terminal)
     parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
-    cache = [CompilerCache(context.local_rank, os.environ)] if run.train.compile else []
+    cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
     return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *cache, *callbacks])
 
 
