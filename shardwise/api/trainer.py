@@ -93,7 +93,7 @@ class Trainer:
         **more: Any,
     ) -> None:
         self.args = _arguments(args)
-        self.model = _handle(model)
+        self.model = _handle(model, self.args.tree.get("models_dir"))
         self._tokenizer = _tokenizer(more)
         self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
         self._strategy = dict(strategy or {})
@@ -200,11 +200,11 @@ def _checked(callbacks: Sequence[Any] | None) -> list[Callback]:
     return list(callbacks or ())
 
 
-def _handle(model: Any) -> ModelHandle:
+def _handle(model: Any, models_dir: str | None) -> ModelHandle:
     if isinstance(model, ModelHandle):
         return model
     if _is_path(model):
-        return AutoModel.from_pretrained(model)
+        return AutoModel.from_pretrained(model, models_dir=models_dir)
     rule = "is not split over devices; a model is given by its name"
     raise ConfigError(f"model of type {type(model).__name__}", rule, "Use shardwise.AutoModel.from_pretrained(NAME)")
 
