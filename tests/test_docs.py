@@ -232,6 +232,7 @@ COMMANDS: dict[str, Check] = {
     "source .venv/bin/activate": names_the_environment,
     OWN_RUN: is_valid_run,
     SAVING_RUN: is_valid_run,
+    "shardwise train --model DIR --data FILE.jsonl pp=2 dp_shard=2": is_valid_run,
     RESUMED_RUN: is_valid_resume,
     f"{PLAIN_RUN} tp=2 train.precision=bf16": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,

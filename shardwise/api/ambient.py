@@ -13,6 +13,7 @@ class Ambient:
     Attributes:
         keys: dotted key of ``run.yaml`` -> (value, the argument that said so).
         device_num: number of processes that the script expects, None if it has not said.
+        compile_by_rule: whether the rule decides if blocks are compiled; what a Trainer is given comes first.
         micro_batch_num: micro-batches of a step on each data rank, None if it has not said.
     """
 
@@ -20,6 +21,7 @@ class Ambient:
         self.keys: dict[str, tuple[Any, str]] = {}
         self.device_num: int | None = None
         self.micro_batch_num: int | None = None
+        self.compile_by_rule = False
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Set a key; None takes it back."""

@@ -56,17 +56,19 @@ class AutoModel:
 
     @staticmethod
     def from_pretrained(name: str | os.PathLike[str], **options: Any) -> ModelHandle:
-        """A model by path, by name under the models folder (SHARDWISE_MODELS_DIR), or on the hub.
+        """A model by path, by name under the models folder (``models_dir``, SHARDWISE_MODELS_DIR), or on the hub.
 
         Raises:
             ConfigError: not found, or an option that is unknown or cannot be followed.
         """
-        return ModelHandle(os.fspath(name), find(name), _keys(options))
+        folder = find(name, options.pop("models_dir", None))
+        return ModelHandle(os.fspath(name), folder, _keys(options))
 
     @staticmethod
     def from_config(name: str | os.PathLike[str], **options: Any) -> ModelHandle:
         """As :meth:`from_pretrained`, with random weights: a folder with ``config.json`` is enough."""
-        return ModelHandle(os.fspath(name), find(name, only_config=True), _keys(options) | {"model_init": "random"})
+        folder = find(name, options.pop("models_dir", None), only_config=True)
+        return ModelHandle(os.fspath(name), folder, _keys(options) | {"model_init": "random"})
 
 
 AutoModelForCausalLM = AutoModel
@@ -80,17 +82,18 @@ class AutoTokenizer:
         """The Hugging Face tokenizer of a model, found as :meth:`AutoModel.from_pretrained` finds the model."""
         from transformers import AutoTokenizer as HuggingFaceTokenizer
 
-        return HuggingFaceTokenizer.from_pretrained(find(name, only_config=True), **options)
+        folder = find(name, options.pop("models_dir", None), only_config=True)
+        return HuggingFaceTokenizer.from_pretrained(folder, **options)
 
 
-def find(name: str | os.PathLike[str], *, only_config: bool = False) -> Path:
-    """The folder of a model or tokenizer.
+def find(name: str | os.PathLike[str], models_dir: str | None = None, *, only_config: bool = False) -> Path:
+    """The folder of a model or tokenizer; the command line's ``--models-dir`` wins over ``models_dir``.
 
     Raises:
         ConfigError: found nowhere.
     """
-    models_dir = preset_tree(os.environ).get("models_dir") or os.environ.get("SHARDWISE_MODELS_DIR")
-    return locate_model(os.fspath(name), models_dir, only_config=only_config)
+    base = preset_tree(os.environ).get("models_dir") or models_dir or os.environ.get("SHARDWISE_MODELS_DIR")
+    return locate_model(os.fspath(name), base, only_config=only_config)
 
 
 def _keys(options: dict[str, Any]) -> dict[str, Any]:

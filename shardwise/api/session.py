@@ -11,6 +11,7 @@ from rich.console import Console
 
 from shardwise.data.memory import MemoryData
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch.compiler import missing_for_compiling
 from shardwise.launch.culprit import WorkerError
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
@@ -22,7 +23,7 @@ from shardwise.spec.run import RunConfig
 from shardwise.spec.strategy import AXES
 from shardwise.train.callbacks import Callback
 from shardwise.train.context import WorkerContext
-from shardwise.train.status import Status, update_status, write_status
+from shardwise.train.status import Status, finish_status, write_status
 from shardwise.train.step import evaluate
 from shardwise.train.worker import make_trainer
 
@@ -36,6 +37,7 @@ class Session:
         tokenizer: of text rows; None or a name: the run's own.
         per_device_eval_rows: rows of an evaluation step on each data rank.
         callbacks: called after those of the run itself.
+        compile_by_rule: let the rule decide whether blocks are compiled.
 
     Raises:
         ShardwiseError: what cannot run, on every rank.
@@ -48,19 +50,23 @@ class Session:
         tokenizer: Any = None,
         per_device_eval_rows: int | None = None,
         callbacks: Sequence[Callback] = (),
+        compile_by_rule: bool = False,
     ) -> None:
         worker = script_worker()
         assert worker is not None, "a Trainer starts its job before it works"
         self._worker = worker
         held = {name: rows for name, rows in datasets.items() if name in _names(tree)}
         self.run, self.plan = _agree(worker, tree, list(held), per_device_eval_rows)
+        device = self.plan.device_type
+        compiler = worker.store.agree(lambda: not missing_for_compiling(device)) if compile_by_rule else None
         self.context = worker.settle(Path(self.run.output_dir))
         self._tokenizer = None if isinstance(tokenizer, str) else tokenizer
         with _Telling(worker, self.context):
             self._show(tree.get("strategy") or {})
-            worker.open_group(self.plan.device_type)
+            worker.open_group(device)
             memory = MemoryData(held, self._tokenizer)
-            self._trainer = make_trainer(self.run, self.plan, self.context, memory, callbacks)
+            self._trainer = make_trainer(self.run, self.plan, self.context, memory, callbacks, compiler)
+            self.run = self._trainer.parts.run
 
     @property
     def step(self) -> int:
@@ -82,7 +88,7 @@ class Session:
                 self._save_tokenizer(export)
                 self._say(f"exported {'adapter' if self.run.lora else 'model'}: {export}")
         if self.context.rank == 0:
-            update_status(self.context.output_dir, state="done", exit_code=0)
+            finish_status(self.context.output_dir, state="done", exit_code=0)
         return list(self._trainer.losses)
 
     def evaluate(self) -> dict[str, float]:

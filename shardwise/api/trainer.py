@@ -93,7 +93,7 @@ class Trainer:
         **more: Any,
     ) -> None:
         self.args = _arguments(args)
-        self.model = _handle(model)
+        self.model = _handle(model, self.args.tree.get("models_dir"))
         self._tokenizer = _tokenizer(more)
         self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
         self._strategy = dict(strategy or {})
@@ -151,7 +151,8 @@ class Trainer:
             if resume:
                 tree["resume"] = "auto" if resume is True else os.fspath(resume)
             rows = self.args.per_device_eval_rows
-            self._session = Session(tree, self._datasets, self._tokenizer, rows, self._callbacks)
+            by_rule = AMBIENT.compile_by_rule and tree.get("train", {}).get("compile") is None
+            self._session = Session(tree, self._datasets, self._tokenizer, rows, self._callbacks, by_rule)
         elif resume:
             remedy = "Call train(resume_from_checkpoint=...) first"
             raise ConfigError(f"resume_from_checkpoint = {resume!r}", "the model has been loaded before", remedy)
@@ -199,11 +200,11 @@ def _checked(callbacks: Sequence[Any] | None) -> list[Callback]:
     return list(callbacks or ())
 
 
-def _handle(model: Any) -> ModelHandle:
+def _handle(model: Any, models_dir: str | None) -> ModelHandle:
     if isinstance(model, ModelHandle):
         return model
     if _is_path(model):
-        return AutoModel.from_pretrained(model)
+        return AutoModel.from_pretrained(model, models_dir=models_dir)
     rule = "is not split over devices; a model is given by its name"
     raise ConfigError(f"model of type {type(model).__name__}", rule, "Use shardwise.AutoModel.from_pretrained(NAME)")
 

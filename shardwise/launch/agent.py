@@ -11,6 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import load_yaml
-from shardwise.errors import LaunchError
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
-from shardwise.launch.culprit import find_culprit, read_errors
+from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import Nodes
 from shardwise.launch.script import Script, output_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
 DEFAULT_TARGET = "shardwise.train.worker:train"
+_OTHERS_SECONDS = 3.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
 
 
@@ -152,7 +154,7 @@ def _prepare(work: Work) -> None:
     """The folder of the logs, without the errors of an earlier run; and the status of a run that has begun."""
     (work.start / "logs").mkdir(exist_ok=True)
     if work.tells:
-        for path in work.start.glob("logs/error-rank-*.json"):
+        for path in (*work.start.glob("logs/error-rank-*.json"), *work.start.glob("logs/deaths-machine-*.json")):
             path.unlink()
         write_status(work.start, Status(state="running"))
 
@@ -185,7 +187,12 @@ def _run(work: Work, num_local: int, listener: StopListener) -> Outcome:
                 if listener.signal_name:
                     return _stopped(listener.signal_name)
                 result = elastic.run_workers(work, num_local, listener)
+    except ShardwiseError as error:
+        state = "refused" if error.exit_code == ShardwiseError.exit_code else "failed"
+        return Outcome({"state": state, "exit_code": error.exit_code, "error": str(error)}, str(error))
     except Exception as error:
+        if listener.signal_name:  # it came while machines were waited for
+            return _stopped(listener.signal_name)
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         return _failed(None, f"the workers could not be run: {type(error).__name__}: {error}", log)
@@ -204,11 +211,26 @@ def _judge(work: Work, result: AgentResult, signal_name: str | None) -> Outcome:
         return _stopped(signal_name)
     if result.stop_failed:
         return _failed(None, result.stop_failed, log_path(folder, 0))
-    culprit = find_culprit(result.deaths, read_errors(folder, work.devices), work.devices)
+    culprit = _culprit(work, result.deaths)
     state = "refused" if culprit.refused else "failed"
     changes: Changes = {"state": state, "exit_code": culprit.exit_code, "rank": culprit.rank, "error": culprit.message}
     log = log_path(folder, culprit.rank or 0)
     return Outcome(changes, culprit.message if culprit.refused else f"{culprit.message}\nlog: {log}")
+
+
+def _culprit(work: Work, deaths: dict[int, int]) -> Culprit:
+    """Who failed first. A machine that only sees a connection end waits a moment for what the others have seen."""
+    folder = work.folder
+    if work.nodes.rank and deaths and folder.is_dir():
+        write_deaths(folder, work.nodes.rank, deaths)
+    deadline = time.monotonic() + (_OTHERS_SECONDS if work.nodes.count > 1 else 0.0)
+    while True:
+        errors = read_errors(folder, work.devices)
+        known = deaths | {rank: code for rank, code in read_deaths(folder).items() if rank not in deaths}
+        explained = any(code < 0 for code in known.values()) or not all(error.connection_error for error in errors)
+        if explained or time.monotonic() > deadline:
+            return find_culprit(known, errors, work.devices)
+        time.sleep(_OTHERS_SECONDS / 30)
 
 
 def _stopped(signal_name: str) -> Outcome:

@@ -92,8 +92,25 @@ def read_errors(output_dir: Path, num_ranks: int) -> list[WorkerError]:
     return errors
 
 
+def write_deaths(output_dir: Path, machine: int, deaths: Mapping[int, int]) -> None:
+    """Leave the deaths that the launcher of one of several machines saw for that of machine 0, in one move."""
+    path = output_dir / "logs" / f"deaths-machine-{machine}.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(list(deaths.items())), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_deaths(output_dir: Path) -> dict[int, int]:
+    """The deaths that other machines have left: exit code by rank."""
+    paths = sorted(output_dir.glob("logs/deaths-machine-*.json"))
+    return {rank: code for path in paths for rank, code in json.loads(path.read_text(encoding="utf-8"))}
+
+
 def remove_errors(output_dir: Path, rank: int, num_ranks: int) -> None:
     """Remove what an earlier run left: a rank its own error, rank 0 also those of ranks that there are no more."""
+    if rank == 0:
+        for path in output_dir.glob("logs/deaths-machine-*.json"):
+            path.unlink(missing_ok=True)
     error_path(output_dir, rank).unlink(missing_ok=True)
     kept = {error_path(output_dir, other).name for other in range(num_ranks)}
     if rank == 0:

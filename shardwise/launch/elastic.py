@@ -13,11 +13,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shardwise.launch import script_worker, worker
-from shardwise.launch.place import Nodes
+from shardwise.launch.meeting import Meeting
 from shardwise.launch.script import Script
 from shardwise.launch.stop import StopChannel, StopListener
 
@@ -152,7 +152,7 @@ def run_workers(work: Work, num_processes: int, listener: StopListener) -> Agent
         num_processes: number of workers on this machine.
         listener: takes the user's signals.
     """
-    handler = get_rendezvous_handler(_meeting(work.nodes))
+    handler = _handler(work, listener)
     is_script = isinstance(work.target, Script)
     spec = WorkerSpec(
         role="worker",
@@ -174,14 +174,17 @@ def run_workers(work: Work, num_processes: int, listener: StopListener) -> Agent
     return AgentResult(not result.is_failed(), returned, agent.deaths, agent.stop_failed, agent.nothing_to_save)
 
 
-def _meeting(nodes: Nodes) -> RendezvousParameters:
+def _handler(work: Work, listener: StopListener) -> RendezvousHandler:
     """Where the agents of all machines meet, and who is who.
 
-    Several machines use the static kind: it gives machine 0, where the user looks, the first ranks. The dynamic one
-    deals ranks out by its own order.
+    The dynamic kind deals ranks out by its own order, so several machines use the static one: machine 0, where the
+    user looks, has the first ranks.
     """
-    if nodes.endpoint is None:
-        return RendezvousParameters(
+    if work.nodes.endpoint is not None:
+        told = f"nnodes = {work.nodes.count}, devices = {work.devices}"
+        return Meeting(work.nodes, told, lambda: listener.signal_name is not None)
+    return get_rendezvous_handler(
+        RendezvousParameters(
             backend="c10d",
             endpoint=f"{_LOCAL}:0",  # a port of the system's choice, so that jobs do not collide
             run_id=uuid.uuid4().hex,
@@ -189,11 +192,4 @@ def _meeting(nodes: Nodes) -> RendezvousParameters:
             max_nodes=1,
             local_addr=_LOCAL,
         )
-    return RendezvousParameters(
-        backend="static",
-        endpoint=nodes.endpoint,
-        run_id="shardwise",
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        rank=nodes.rank,
     )

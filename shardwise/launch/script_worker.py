@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from shardwise.launch.culprit import remove_errors
 from shardwise.launch.join import JobStore
 from shardwise.launch.place import Place, current_place
 from shardwise.launch.script import Script, point_to
@@ -61,6 +62,7 @@ class ScriptWorker:
         output_dir = output_dir.resolve()
         if self.folder is not None and self._job_dir is not None:
             (output_dir / "logs").mkdir(exist_ok=True)
+            remove_errors(output_dir, self.place.rank, self.place.world_size)
             new = log_path(output_dir, self.place.rank)
             if self.folder == self._job_dir:
                 with log_path(self.folder, self.place.rank).open("rb") as before, new.open("ab") as after:

@@ -112,7 +112,7 @@ def set_context(**arguments: Any) -> None:
     """Set how blocks run and on which device.
 
     Args:
-        mode: GRAPH_MODE asks for compiled blocks, PYNATIVE_MODE for eager ones.
+        mode: GRAPH_MODE compiles blocks where that repays, by a rule whose answer is printed; PYNATIVE_MODE never.
         device_target: "Ascend", "GPU" or "CPU". ``--device`` and SHARDWISE_DEVICE win over it.
 
     Raises:
@@ -195,8 +195,9 @@ def set_seed(seed: int) -> None:
 def _set_mode(value: Any) -> None:
     if value not in (GRAPH_MODE, PYNATIVE_MODE):
         raise ConfigError(f"mode = {value!r}", "must be GRAPH_MODE or PYNATIVE_MODE", "Use one of them")
-    if value == GRAPH_MODE:
-        say("set_context(mode=GRAPH_MODE): blocks run eagerly, compiled blocks are not available in this version")
+    # The rule needs the plan and the number of steps; the Trainer applies it and prints what came of it.
+    AMBIENT.compile_by_rule = value == GRAPH_MODE
+    AMBIENT.set("train.compile", False if value == PYNATIVE_MODE else None, "mode=PYNATIVE_MODE")
 
 
 def _set_target(value: Any) -> None:

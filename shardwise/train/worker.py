@@ -13,10 +13,11 @@ from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
 from shardwise.data.memory import MemoryData
 from shardwise.parallel.mesh import build_mesh
+from shardwise.spec.compiling import compile_rule
 from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig, tracker_names
+from shardwise.spec.run import RunConfig, dump_run, tracker_names
 from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
@@ -57,12 +58,13 @@ def make_trainer(
     context: WorkerContext,
     memory: MemoryData | None = None,
     callbacks: Sequence[Callback] = (),
+    compiler_available: bool | None = None,
 ) -> Trainer:
-    """The trainer of a run, where it begins or goes on; ``memory`` as for :func:`build_parts`."""
+    """The trainer of a run, where it begins or goes on; the other arguments as for :func:`build_parts`."""
     view = ProgressView(context.terminal)
-    parts = build_parts(run, plan, context, memory)
+    parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
-    cache = [CompilerCache(context.local_rank, os.environ)] if run.train.compile else []
+    cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
     return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *cache, *callbacks])
 
 
@@ -79,10 +81,18 @@ def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], N
     ]
 
 
-def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: MemoryData | None = None) -> TrainerParts:
+def build_parts(
+    run: RunConfig,
+    plan: Plan,
+    context: WorkerContext,
+    memory: MemoryData | None = None,
+    compiler_available: bool | None = None,
+) -> TrainerParts:
     """Rows first (a refusal costs no weights), then the model, then the optimizer.
 
-    ``memory`` gives what a script holds instead of files.
+    Args:
+        memory: what a script holds instead of files.
+        compiler_available: None: blocks are compiled as the run says; else the rule decides whether they are.
     """
     device = torch.device(plan.device_type, context.local_rank) if plan.device_type != "cpu" else torch.device("cpu")
     mesh = build_mesh(plan.strategy, device)
@@ -97,6 +107,10 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: Memo
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
+    if compiler_available is not None:
+        run = _compiled_by_rule(run, plan, steps, compiler_available, say)
+        if context.rank == 0:
+            (context.output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     if loader.dropped_rows:
         say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
     if len(rows) < plan.global_batch_size and not loader.dropped_rows:
@@ -124,6 +138,14 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: Memo
         ),
         meter=meter,
     )
+
+
+def _compiled_by_rule(
+    run: RunConfig, plan: Plan, num_steps: int, compiler_available: bool, say: Callable[[str], None]
+) -> RunConfig:
+    compiled, why = compile_rule(run, plan, num_steps, compiler_available)
+    say(f"compile   {why}")
+    return run.model_copy(update={"train": run.train.model_copy(update={"compile": compiled})})
 
 
 def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:

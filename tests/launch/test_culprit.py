@@ -13,7 +13,10 @@ from shardwise.launch.culprit import (
     error_path,
     find_culprit,
     is_connection_error,
+    read_deaths,
     read_errors,
+    remove_errors,
+    write_deaths,
     write_error,
 )
 
@@ -112,3 +115,15 @@ def test_errors_are_written_and_read_and_torn_files_are_left_out(tmp_path: Path)
     write_error(tmp_path, error)
     error_path(tmp_path, 0).write_text('{"time": 1.0, "ra')
     assert read_errors(tmp_path, 3) == [error]
+
+
+def test_the_deaths_that_another_machine_saw_are_read_and_those_of_an_earlier_run_removed(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    assert read_deaths(tmp_path) == {}
+    write_deaths(tmp_path, 1, {3: -9, 2: 1})
+    write_deaths(tmp_path, 2, {5: -6})
+    assert read_deaths(tmp_path) == {3: -9, 2: 1, 5: -6}
+    remove_errors(tmp_path, 1, 6)
+    assert read_deaths(tmp_path) != {}
+    remove_errors(tmp_path, 0, 6)
+    assert read_deaths(tmp_path) == {}

@@ -300,3 +300,66 @@ def test_a_wrong_number_of_devices_and_a_wrong_trainer_are_refused_before_a_job_
         assert job.wait() == 2
     assert job.stderr.startswith("shardwise: strategy.tp = 3: does not divide the 4 attention heads")
     assert "second line" not in job.stdout
+
+
+def test_a_machine_that_waits_for_another_can_be_stopped(inputs: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    settings = [part for key in ("nnodes=2", f"rdzv_endpoint={endpoint}") for part in ("--set", key)]
+    run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
+    with script(inputs, tmp_path, TRAIN, *run, shard=2) as job:
+        job.wait_for(lambda: socket_is_open(endpoint))
+        job.process.terminate()
+        assert job.wait(30) == 143
+    assert job.stderr.splitlines()[-1] == "stopped by SIGTERM"
+
+
+def socket_is_open(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.parametrize(("saved_share", "compiled"), [(0.1, False), (1e9, True)], ids=["short job", "it repays"])
+def test_graph_mode_compiles_where_the_rule_says_so(
+    inputs: Path, tmp_path: Path, expected: list[float], saved_share: float, compiled: bool
+) -> None:
+    text = f"""
+import shardwise.mindspore as ms
+from shardwise.spec import compiling
+compiling.SAVED_SHARE = {saved_share}
+ms.set_context(mode=ms.GRAPH_MODE)
+"""
+    with script(inputs, tmp_path, text + TRAIN) as job:
+        assert job.wait(500) == 0, job.stderr
+    assert losses(job.output_dir) == pytest.approx(expected, rel=FP32_LOSS)
+    (line,) = [line for line in job.stderr.splitlines() if line.startswith("compile ")]
+    assert ("blocks are compiled" in line) == compiled
+    assert f"compile: {str(compiled).lower()}\n" in (job.output_dir / "run.yaml").read_text()
+    times = [json.loads(line).get("compile_seconds") for line in (job.output_dir / "metrics.jsonl").open()]
+    assert any(times) == compiled
+
+
+def test_a_rank_that_is_killed_on_another_machine_is_named_by_both(inputs: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    mark = "Path(sys.argv[2] + '-begun-' + os.environ.get('RANK', 'first')).write_text(str(os.getpid()))\n"
+    path, out = write(tmp_path, f"arguments['max_steps'] = 3000\n{mark}{TRAIN}", shard=2), tmp_path / "out"
+
+    def start(rank: int) -> Any:
+        places = ("nnodes=2", f"node_rank={rank}", f"rdzv_endpoint={endpoint}")
+        settings = [part for place in places for part in ("--set", place)]
+        run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
+        return command(out, *run, str(path), str(inputs), str(out))
+
+    with start(1) as second, start(0) as first:
+        metrics = out / "metrics.jsonl"
+        first.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+        os.kill(int((tmp_path / "out-begun-3").read_text()), signal.SIGKILL)
+        assert first.wait(60) == 3
+        assert second.wait(60) == 3
+    for job in (first, second):
+        assert "rank 3 was killed by SIGKILL" in job.stderr
+    assert (first.status()["state"], first.status()["rank"]) == ("failed", 3)

@@ -126,15 +126,15 @@ def test_another_number_than_the_command_line_gives_is_refused(monkeypatch: pyte
         ms.set_auto_parallel_context(device_num=8)
 
 
-def test_graph_mode_and_a_device_that_is_overridden_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_mode_is_noted_and_a_device_that_is_overridden_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ms.set_context(mode=ms.GRAPH_MODE, device_target="Ascend")
-    told = capsys.readouterr().err
-    assert "GRAPH_MODE" in told
-    assert "device_target='Ascend'): the device is cpu" in told
-    assert ms.get_context("mode") == ms.GRAPH_MODE
+    assert "device_target='Ascend'): the device is cpu" in capsys.readouterr().err
+    assert (ms.get_context("mode"), AMBIENT.compile_by_rule, keys()) == (ms.GRAPH_MODE, True, {})
     ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
     assert capsys.readouterr().err == ""
-    assert keys() == {"device": "cpu"}
+    assert (AMBIENT.compile_by_rule, keys()) == (False, {"device": "cpu", "train.compile": False})
+    with pytest.raises(ConfigError, match="PYNATIVE_MODE"):
+        AMBIENT.add_to({"train": {"compile": True}})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""How the launchers of several machines find each other before they start workers. Imports torch.
+
+Torch's static rendezvous knows which machine is which, but waits where no signal reaches it. This one waits in short
+steps, looks for a signal between them, says whom it waits for, and compares what the machines were told to run.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.place import Nodes
+from shardwise.log import say
+
+_RUN_ID = "shardwise"
+_LIMIT_SECONDS = 600.0
+_STEP_SECONDS = 0.2
+_CONNECT_SECONDS = 2.0
+_SILENT_SECONDS = 3.0  # machines that come within this time are not spoken of
+
+
+class InterruptedMeetingError(Exception):
+    """A signal came while machines were waited for."""
+
+
+class Meeting(StaticTCPRendezvous):
+    """The machines of a job at the endpoint on machine 0.
+
+    Args:
+        nodes: this machine's place among them.
+        told: what this machine runs; the same text on all of them.
+        interrupted: whether the user wants to leave.
+    """
+
+    def __init__(self, nodes: Nodes, told: str, interrupted: Callable[[], bool]) -> None:
+        assert nodes.endpoint is not None
+        host, _, port = nodes.endpoint.rpartition(":")
+        super().__init__(host, int(port), nodes.rank, nodes.count, _RUN_ID, int(_LIMIT_SECONDS))
+        self._nodes, self._told, self._interrupted = nodes, told, interrupted
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all machines are here.
+
+        Raises:
+            ConfigError: two machines with one number, or machines that were told different things.
+            LaunchError: not all came in time.
+            InterruptedMeetingError: a signal came first.
+        """
+        store = self._open() if self.rank == 0 else self._connect()
+        store.set_timeout(timedelta(seconds=_LIMIT_SECONDS))
+        self._store = store
+        if store.add(f"machine/{self.rank}/count", 1) > 1:
+            rule = "another machine of this job has the same number"
+            raise ConfigError(f"node_rank = {self.rank}", rule, "Give each its own, from 0")
+        store.set(f"machine/{self.rank}", self._told)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._wait(lambda: [rank for rank in others if not store.check([f"machine/{rank}"])])
+        for rank in others:
+            told = store.get(f"machine/{rank}").decode()
+            if told != self._told:
+                rule = f"machine {rank} was told {told}"
+                raise ConfigError(f"machine {self.rank} with {self._told}", rule, "Start all with the same command")
+        where = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(PrefixStore(_RUN_ID, store), self.rank, self.world_size, where)
+
+    def _open(self) -> TCPStore:
+        limit = timedelta(seconds=_LIMIT_SECONDS)
+        try:
+            return TCPStore(
+                self.master_addr, self.master_port, None, True, limit, wait_for_workers=False, multi_tenant=True
+            )
+        except (DistNetworkError, DistStoreError, RuntimeError) as error:
+            rule = f"cannot be opened on this machine, which is machine 0 ({str(error).splitlines()[0][:200]})"
+            raise ConfigError(f"rdzv_endpoint = {self._nodes.endpoint!r}", rule, "Name a free port of it") from None
+
+    def _connect(self) -> TCPStore:
+        self._wait(lambda: [] if self._answers() else [0])
+        limit = timedelta(seconds=_LIMIT_SECONDS)
+        return TCPStore(self.master_addr, self.master_port, None, False, limit, wait_for_workers=False)
+
+    def _answers(self) -> bool:
+        """Whether machine 0 is there; a store would fill the terminal with traces while it is not."""
+        try:
+            socket.create_connection((self.master_addr, self.master_port), _CONNECT_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    def _wait(self, missing: Callable[[], list[int]]) -> None:
+        """Until no machine is missing."""
+        start, told = time.monotonic(), False
+        while absent := missing():
+            waited = time.monotonic() - start
+            if self._interrupted():
+                raise InterruptedMeetingError
+            names = ", ".join(map(str, absent))
+            if waited > _LIMIT_SECONDS:
+                value = f"rdzv_endpoint = {self._nodes.endpoint!r}"
+                remedy = f"Start it with node_rank={absent[0]}, and look whether it reaches the endpoint"
+                raise LaunchError(value, f"machine {names} has not come within {_LIMIT_SECONDS:.0f} s", remedy)
+            if waited > _SILENT_SECONDS and not told:
+                say(f"waiting for machine {names} at {self._nodes.endpoint}")
+                told = True
+            time.sleep(_STEP_SECONDS)

@@ -1,0 +1,102 @@
+"""The launchers of several machines at one endpoint, as threads of this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch import meeting
+from shardwise.launch.meeting import InterruptedMeetingError, Meeting
+from shardwise.launch.place import Nodes
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def meet(machines: list[Meeting]) -> list[object]:
+    """What each machine's meeting gave or raised."""
+    results: list[object] = [None] * len(machines)
+
+    def run(place: int) -> None:
+        try:
+            results[place] = machines[place].next_rendezvous()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(machines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def machine(endpoint: str, rank: int, told: str = "devices = 4", stop: Callable[[], bool] = lambda: False) -> Meeting:
+    return Meeting(Nodes(2, rank, endpoint), told, stop)
+
+
+def test_machines_keep_their_numbers_and_share_a_store() -> None:
+    endpoint = free_endpoint()
+    second, first = meet([machine(endpoint, 1), machine(endpoint, 0)])
+    assert (first.rank, second.rank, first.world_size, second.world_size) == (0, 1, 2, 2)  # type: ignore[attr-defined]
+    first.store.set("key", "value")  # type: ignore[attr-defined]
+    assert second.store.get("key") == b"value"  # type: ignore[attr-defined]
+    where = second.bootstrap_store_info  # type: ignore[attr-defined]
+    assert f"{where.master_addr}:{where.master_port}" == endpoint
+
+
+def test_machines_that_were_told_different_things_part() -> None:
+    endpoint = free_endpoint()
+    results = meet([machine(endpoint, 0, "devices = 4"), machine(endpoint, 1, "devices = 8")])
+    for mine, other, result in zip((4, 8), (8, 4), results, strict=True):
+        assert isinstance(result, ConfigError)
+        assert f"with devices = {mine}: machine" in str(result)
+        assert f"was told devices = {other}" in str(result)
+
+
+def test_two_machines_with_one_number_are_refused() -> None:
+    endpoint = free_endpoint()
+    stop = threading.Event()
+    waiting = machine(endpoint, 0, stop=stop.is_set)
+    other = Meeting(Nodes(3, 1, endpoint), "devices = 4", stop.is_set)
+    again = Meeting(Nodes(3, 1, endpoint), "devices = 4", stop.is_set)
+    timer = threading.Timer(3.0, stop.set)
+    timer.start()
+    results = meet([waiting, other, again])
+    assert sum(isinstance(result, ConfigError) and "node_rank = 1" in str(result) for result in results) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_ends_the_waiting_and_it_is_said_who_is_missing(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(meeting, "_CONNECT_SECONDS", 0.3)
+    start = time.monotonic()
+    with pytest.raises(InterruptedMeetingError):
+        machine(free_endpoint(), rank, stop=lambda: time.monotonic() - start > 1.0).next_rendezvous()
+    assert time.monotonic() - start < 20
+    assert capsys.readouterr().err.count(f"waiting for machine {1 - rank} at 127.0.0.1") == 1
+
+
+def test_a_machine_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LIMIT_SECONDS", 0.5)
+    with pytest.raises(LaunchError, match="machine 1 has not come within 0 s"):
+        machine(free_endpoint(), 0).next_rendezvous()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"rdzv_endpoint = .* cannot be opened on this machine"):
+            machine(endpoint, 0).next_rendezvous()
