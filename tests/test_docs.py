@@ -256,7 +256,6 @@ COMMANDS: dict[str, Check] = {
     f"--set {MEETING} examples/train.py DIR FILE.jsonl": starts_a_script,
     "shardwise run --device cpu --models-dir models examples/mindspore_style.py": starts_a_script,
     GENERATE: answers,
-    "shardwise train --model DIR --data FILE.jsonl pp=2 dp_shard=2": is_valid_run,
     f"{OWN_RUN} use_lora=true": is_valid_run,
     "shardwise export --merge output merged": merges,
 }
