@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
