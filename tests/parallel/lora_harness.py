@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.hf import load_slices
+from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.models.build import build_on_meta
 from shardwise.models.lora import Adapters, find_adapters
 from shardwise.models.shard import Shard
@@ -85,12 +86,15 @@ def own_name(name: str) -> str:
 def reference(case: LoraCase) -> Outcome:
     """The run in this process by plain peft, transformers and torch."""
     with _precision(case):
-        base = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype)
+        base = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype, experts_implementation="eager")
         model = PeftModel.from_pretrained(base, case.adapter, is_trainable=True).train()
         if case.kept_tied:
             base.get_input_embeddings().weight.requires_grad_(True)
         masters = {own_name(n): p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        model.to(case.dtype)
+        for (
+            parameter
+        ) in model.parameters():  # not the buffers: rotary frequencies stay fp32, as they are in the product
+            parameter.data = parameter.data.to(case.dtype)
         trained = {own_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         # In bf16 what is stepped are fp32 copies; elsewhere the parameters themselves.
         low = case.dtype is torch.bfloat16
@@ -134,11 +138,12 @@ def reference(case: LoraCase) -> Outcome:
 def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     """This rank's part of the case's model; adapters as ``case.adapter`` has them."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
-    hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
+    hf_model = build_on_meta(case.folder, None, case.dtype)
     names = [name for name, _ in hf_model.named_parameters()]
+    naming = naming_of_folder(case.folder, hf_model)
     adapters = find_adapters(hf_model, case.lora)
     model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled)
-    load_slices(case.folder, [s for s in model.shards if s.layout.source in names], names)
+    load_slices(case.folder, [s for s in model.shards if s.layout.source in names], names, naming=naming)
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):
         if not (case.kept_tied and shard.layout.source in names):
