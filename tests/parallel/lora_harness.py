@@ -137,8 +137,8 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     """This rank's part of the case's model; adapters as ``case.adapter`` has them."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
     hf_model = build_on_meta(case.folder, None, case.dtype)
-    naming = naming_of_folder(case.folder, hf_model)
     names = [name for name, _ in hf_model.named_parameters()]
+    naming = naming_of_folder(case.folder, hf_model)
     adapters = find_adapters(hf_model, case.lora)
     model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled)
     load_slices(case.folder, [s for s in model.shards if s.layout.source in names], naming.parts, naming=naming)
