@@ -100,6 +100,9 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
         PlanError: the model, the devices or the batch cannot be split so; the message names what can.
     """
     given = run.strategy
+    if run.train.compile and model.num_experts:
+        rule = f"the loop over the {model.num_experts} experts of a block does not compile"
+        raise PlanError("train.compile = true", rule, "Use train.compile=false")
     tp = _tensor_degree(given.tp, model)
     pp, stages = _pipeline_stages(given.pp, given.stages, model.num_blocks)
     replicate, shard = _data_degrees(run, pp * tp, local_devices)

@@ -90,6 +90,7 @@ WRONG = [
     _row("model folder without config", "model={root}/no-config", "holds no config.json"),
     _row("broken config", "model={root}/broken", "config.json", "not valid JSON"),
     _row("no decoder", "model={root}/t5", "t5", "is_encoder_decoder", "not available in this version", "llama"),
+    _row("experts compiled", "model={root}/experts;train.compile=true", "train.compile = true", "4 experts", "false"),
     _row("experts by tensors", "model={root}/experts;tp=2", "strategy.tp = 2", "4 in a block", "legal degrees: 1"),
     _row("heads do not divide hidden", "model={root}/bad-heads", "hidden_size = 34", "32, 36"),
     _row("quantised", "model={root}/quantised", "quantization_config", "not available in this version"),

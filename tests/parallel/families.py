@@ -37,6 +37,7 @@ _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 
 # model_type and what differs from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"head_dim": 8, "sliding_window": 8}),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": None, "rotary_pct": 0.5}),
     "gpt_neox-serial": (
         "gpt_neox",
