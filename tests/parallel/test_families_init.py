@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +34,7 @@ def _initial(rank: int, folders: list[Path], split: Strategy) -> Any:
         parallel, _ = parallelize(model, mesh)
         fill_random(parallel.shards, dists, seed=7)
         drawn.append([(shard.layout, shard.data.clone()) for shard in parallel.shards])
+    dist.barrier()
     return drawn
 
 
@@ -64,11 +66,11 @@ def test_distributions_are_those_of_transformers(folders: dict[str, Path], name:
     torch.manual_seed(0)
     real = AutoModelForCausalLM.from_config(model.config)
     for parameter_name, parameter in real.named_parameters():
-        dist = dists[parameter_name]
-        if dist.std == 0.0:
-            assert torch.all(parameter == dist.mean), parameter_name
+        drawn = dists[parameter_name]
+        if drawn.std == 0.0:
+            assert torch.all(parameter == drawn.mean), parameter_name
         else:
-            assert float(parameter.std()) == pytest.approx(dist.std, rel=0.15), parameter_name
+            assert float(parameter.std()) == pytest.approx(drawn.std, rel=0.15), parameter_name
     if name == "gpt2":  # residual projections are scaled with depth
         assert dists["transformer.h.0.mlp.c_proj.weight"].std == pytest.approx(0.02 / 8**0.5)
         assert dists["transformer.h.0.mlp.c_fc.weight"].std == 0.02
@@ -76,6 +78,7 @@ def test_distributions_are_those_of_transformers(folders: dict[str, Path], name:
 
 def _buffers(rank: int, folder: Path, split: Strategy) -> dict[str, torch.Tensor]:
     model, _ = build(Case(folder, split, ()))
+    dist.barrier()  # a rank that leaves closes the connections that others still make
     return {name: buffer.clone() for name, buffer in model.stage.named_buffers()}
 
 
