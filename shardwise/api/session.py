@@ -23,7 +23,6 @@ from shardwise.spec.strategy import AXES
 from shardwise.train.callbacks import Callback
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import Status, update_status, write_status
-from shardwise.train.step import evaluate
 from shardwise.train.worker import make_trainer
 
 
@@ -86,12 +85,16 @@ class Session:
         return list(self._trainer.losses)
 
     def evaluate(self) -> dict[str, float]:
-        """The loss over the evaluation rows, and their supervised tokens."""
+        """The loss over the evaluation rows, and their supervised tokens.
+
+        Raises:
+            Stopped: the user has stopped the job.
+        """
         with _Telling(self._worker, self.context):
-            parts = self._trainer.parts
-            assert parts.eval_loader is not None
-            size = self.run.eval.batch_size or self.plan.global_batch_size
-            loss, num_tokens = evaluate(parts.loaded.model, parts.eval_loader.eval_batches(size))
+            found = self._trainer.evaluate()
+            if isinstance(found, str):
+                raise Stopped(found)
+        loss, num_tokens = found
         return {"eval_loss": loss, "eval_tokens": num_tokens}
 
     def save_model(self, folder: Path | None) -> None:

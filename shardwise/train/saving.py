@@ -30,12 +30,14 @@ class TrainState:
     """How far a run is.
 
     ``num_updates`` leaves out the steps that changed nothing; ``callbacks`` is what callbacks want to be kept.
+    ``owed_evaluation`` is the epoch of an evaluation that was due after this step and that a stop left out.
     """
 
     step: int = 0
     num_updates: int = 0
     loader: LoaderState = field(default_factory=LoaderState)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    owed_evaluation: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,7 +45,8 @@ class TrainState:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
         loader = LoaderState.from_json(data["loader"])
-        return cls(data["step"], data["num_updates"], loader, data.get("callbacks", {}))
+        owed = data.get("owed_evaluation")
+        return cls(data["step"], data["num_updates"], loader, data.get("callbacks", {}), owed)
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,12 @@ def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, SlicedT
     return tensors
 
 
-def find_checkpoint(run: RunConfig) -> Path | None:
+def find_checkpoint(run: RunConfig, output_dir: Path) -> Path | None:
     """The checkpoint that ``resume`` means: the newest complete one, the one given, or None to start."""
     if run.resume == "no":
         return None
     if run.resume == "auto":
-        found = list_checkpoints(Path(run.output_dir) / CHECKPOINTS)
+        found = list_checkpoints(output_dir / CHECKPOINTS)
         return found[-1] if found else None
     return Path(run.resume)
 

@@ -129,7 +129,7 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: Memo
 
 def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
     """Where the run stands, and the checkpoint that it goes on from, relative to the output folder."""
-    checkpoint = find_checkpoint(parts.run)
+    checkpoint = find_checkpoint(parts.run, parts.context.output_dir)
     if checkpoint is None:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
