@@ -98,24 +98,19 @@ def export(
 
 
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.config import apply_overrides, load_yaml
+    from shardwise.config import apply_overrides, full_key, load_yaml, set_key
+    from shardwise.spec.filled import without_stale
 
     files = [text for text in settings if "=" not in text]
     overrides = [text for text in settings if "=" in text]
     if len(files) > 1:
         raise ConfigError(", ".join(files), "more than one run.yaml", "Give one file; what it lacks as key=value")
     tree = load_yaml(files[0]) if files else {}
-    for key, value in options.items():
-        if value is not None:
-            tree = _with_option(tree, key, value)
+    given = {key: value for key, value in options.items() if value is not None}
+    tree = without_stale(tree, [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)])
+    for key, value in given.items():
+        set_key(tree, key, value)
     return apply_overrides(tree, overrides)
-
-
-def _with_option(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    section, _, name = key.rpartition(".")
-    if not section:
-        return tree | {name: value}
-    return tree | {section: (tree.get(section) or {}) | {name: value}}
 
 
 def _train(tree: dict[str, Any]) -> int:
@@ -127,7 +122,7 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
 
-    run, plan = prepare(tree)
+    run, plan = prepare(tree)  # the folder stays claimed until this process ends
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     output_dir = Path(run.output_dir) if nodes.rank else write_run(run, plan)
     console = Console(stderr=True)

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,12 +26,13 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.lifeline import die_with_parent
-from shardwise.launch.stop import StopChannel
+from shardwise.launch.lock import claim, release_all
+from shardwise.launch.place import DEFAULT_TARGET
+from shardwise.launch.stop import ErrorChannel, StopChannel
 from shardwise.launch.streams import log_path, redirect
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import Status, finish_status, read_status, write_status
 
-DEFAULT_TARGET = "shardwise.train.worker:train"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
 TIMEOUT_VARIABLE = "SHARDWISE_TIMEOUT_SECONDS"
 _DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -93,6 +95,7 @@ def guarded(
     else:
         return result
     finally:
+        release_all()
         sys.stdout.flush()
         sys.stderr.flush()
     return None
@@ -142,6 +145,7 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     open_process_group(plan["device_type"], context.local_rank, timeout)
     tells = context.rank == 0 and _is_foreign(os.environ)
     if tells:
+        claim(context.output_dir)
         write_status(context.output_dir, Status(state="running"))
     result = _load(target)(context)
     dist.destroy_process_group()
@@ -187,15 +191,23 @@ def worker_error(rank: int, error: BaseException, exit_code: int) -> WorkerError
 
 
 def _fail(output_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
-    """Leave the error for the launcher and the traceback in the log, and end the process."""
+    """Leave the error for the launcher and the traceback in the log, and end the process.
+
+    Where the disk takes neither, the job's store takes the error.
+    """
     written = worker_error(rank, error, exit_code)
     try:
-        write_error(output_dir, written)
+        with suppress(OSError):
+            # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
+            print(written.traceback, file=sys.__stderr__, flush=True)
+            sys.stdout.flush()
+        try:
+            write_error(output_dir, written)
+        except OSError:
+            ErrorChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).leave(written)
         if _is_foreign(os.environ):
             tell_failure(output_dir, written)
-        # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
-        print(written.traceback, file=sys.__stderr__, flush=True)
-        sys.stdout.flush()
+        release_all()
     finally:
         os._exit(exit_code)
 

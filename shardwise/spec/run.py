@@ -174,6 +174,7 @@ class RunConfig(_Section):
     node_rank: NonNegativeInt = 0
     rdzv_endpoint: str | None = None
     cluster: str | None = None
+    filled: tuple[str, ...] = ()  # of a resolved run: shardwise.spec.filled
 
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")

@@ -22,11 +22,12 @@ from shardwise.spec.run import RunConfig
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
 from shardwise.train.dispatch import Dispatcher
+from shardwise.train.identity import CHECKPOINTS, RunIdentity
 from shardwise.train.lr import learning_rate
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import CHECKPOINTS, RunIdentity, TrainState, all_tensors
+from shardwise.train.saving import TrainState, all_tensors
 from shardwise.train.setup import LoadedModel
 from shardwise.train.step import NonFinitePolicy, StepResult, evaluate, sum_over_ranks, train_step
 from shardwise.train.throughput import Throughput, count_adapter_parameters, device_name

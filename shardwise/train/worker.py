@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
 from shardwise.data.memory import MemoryData
 from shardwise.parallel.mesh import build_mesh
@@ -22,12 +21,14 @@ from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.early_stopping import EarlyStopping
+from shardwise.train.identity import CHECKPOINTS, RunIdentity, chosen_checkpoint, saved_state
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, lora_fingerprint, restore
+from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
 from shardwise.train.setup import check_adapters, data_fingerprint, load_model, make_loader, read_rows
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
@@ -72,6 +73,7 @@ def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], N
     patience = run.train.early_stopping_patience
     steps = parse_steps(run.log.profile_steps, "log.profile_steps")
     return [
+        ReplacesPrevious(),
         MetricsFile(),
         StatusFile(checkpoint),
         *make_trackers(tracker_names(run), os.environ),
@@ -95,6 +97,10 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: Memo
     check_adapters(run)
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say, memory)
+    identity = RunIdentity(plan.model.hash, run.train.optimizer, data_fingerprint(rows))
+    checkpoint = chosen_checkpoint(run, context.output_dir / CHECKPOINTS)
+    if checkpoint is not None:  # all but the adapters' places, which the model has to be built for
+        identity.check(saved_state(checkpoint)["identity"], checkpoint, ("model", "optimizer", "data"))
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
@@ -120,23 +126,21 @@ def build_parts(run: RunConfig, plan: Plan, context: WorkerContext, memory: Memo
         optimizer=Optimizer(loaded.model.shards, run.train),
         loader=loader,
         eval_loader=make_loader(eval_rows, run, plan, mesh) if eval_rows is not None else None,
-        identity=RunIdentity(
-            plan.model.hash, run.train.optimizer, data_fingerprint(rows), lora_fingerprint(run, loaded.adapters)
-        ),
+        identity=replace(identity, lora=lora_fingerprint(run, loaded.adapters)),
         meter=meter,
     )
 
 
 def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
     """Where the run stands, and the checkpoint that it goes on from, relative to the output folder."""
-    checkpoint = find_checkpoint(parts.run, parts.context.output_dir)
+    checkpoint = chosen_checkpoint(parts.run, parts.context.output_dir / CHECKPOINTS)
     if checkpoint is None:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
     terminal = parts.context.terminal
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
-        for line in changes(read_state(checkpoint)["run"], parts.run):
+        for line in changes(saved_state(checkpoint)["run"], parts.run):
             print(f"  changed {line}", file=terminal, flush=True)
     output_dir, path = parts.context.output_dir.resolve(), checkpoint.resolve()
     return state, str(path.relative_to(output_dir) if path.is_relative_to(output_dir) else path)
