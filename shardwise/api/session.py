@@ -15,7 +15,7 @@ from shardwise.launch.culprit import WorkerError
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
 from shardwise.launch.worker import tell_failure, worker_error
-from shardwise.report.console import show_plan
+from shardwise.report.console import show_line, show_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
@@ -123,7 +123,7 @@ class Session:
         filled = [f"{axis} {getattr(self.plan.strategy, axis)}" for axis in AXES if axis not in known]
         if filled:
             rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
-            console.print(f"[bold]filled[/]    {', '.join(filled)} ({rule})", highlight=False)
+            show_line(console, "filled", f"{', '.join(filled)} ({rule})")
 
 
 def _names(tree: dict[str, Any]) -> set[str]:

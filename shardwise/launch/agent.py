@@ -215,8 +215,10 @@ def _judge(work: Work, result: AgentResult, signal_name: str | None) -> Outcome:
             return Outcome({"state": "done", "exit_code": 0})
         # Only rank 0 knows which signal it was; on another machine it may have been none of ours.
         name = stopped if stopped in signal.Signals.__members__ else signal_name or "SIGTERM"
-        status = read_status(folder)
-        return _stopped(name, status.checkpoint if status else None)
+        with suppress(OSError, ValueError):  # a full disk; the stop is what matters
+            status = read_status(folder)
+            return _stopped(name, status.checkpoint if status else None)
+        return _stopped(name)
     if result.nothing_to_save and signal_name:
         return _stopped(signal_name)
     if result.stop_failed:

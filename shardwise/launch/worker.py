@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.lifeline import die_with_parent
@@ -36,6 +37,7 @@ from shardwise.train.status import Status, finish_status, read_status, write_sta
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
 TIMEOUT_VARIABLE = "SHARDWISE_TIMEOUT_SECONDS"
 _DEFAULT_TIMEOUT_SECONDS = 1800.0
+_MAX_TIMEOUT_SECONDS = 365 * 86400.0
 
 Train = Callable[[WorkerContext], dict[str, Any] | None]
 
@@ -128,8 +130,20 @@ def _check_preloaded(environ: Mapping[str, str]) -> None:
 
 
 def timeout_seconds(environ: Mapping[str, str]) -> float:
-    """How long a rank waits for another before it gives up."""
-    return float(environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS))
+    """How long a rank waits for another before it gives up.
+
+    Raises:
+        ConfigError: the variable holds no such time.
+    """
+    text = environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MAX_TIMEOUT_SECONDS:
+        rule = "must be a number of seconds above 0, a year at most"
+        raise ConfigError(f"{TIMEOUT_VARIABLE} = {text!r}", rule, "Unset it: 1800 is the default")
+    return seconds
 
 
 def use_cores(environ: Mapping[str, str]) -> None:
