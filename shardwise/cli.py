@@ -211,7 +211,7 @@ def main() -> None:
         print(f"shardwise: {usage_message(error)}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     except typer.Abort:
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(1)
     sys.exit(code)
 
 
