@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -13,6 +17,7 @@ from shardwise.config import nearest
 from shardwise.errors import ConfigError, ShardwiseError
 
 EXIT_DIFFERENT = 4  # a comparison that was asked for found a difference
+EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="shardwise",
@@ -23,12 +28,30 @@ app = typer.Typer(
 )
 
 
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def _interruptible(command: Command) -> Command:
+    """Answer Ctrl-C in one line; while a job runs, its launcher takes the signal."""
+
+    @wraps(command)
+    def run_command(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            print("stopped by SIGINT", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+    return cast(Command, run_command)
+
+
 @app.callback()
 def _root() -> None:
     """Keeps `shardwise train` a command of its own."""
 
 
 @app.command()
+@_interruptible
 def train(
     settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
@@ -43,6 +66,7 @@ def train(
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_interruptible
 def run(
     script: Annotated[Path, typer.Argument(help="a Python file")],
     arguments: Annotated[list[str] | None, typer.Argument(help="arguments of the script")] = None,
@@ -61,6 +85,7 @@ def run(
 
 
 @app.command()
+@_interruptible
 def generate(
     folder: Annotated[Path, typer.Argument(help="a Hugging Face folder, such as a run's export")],
     prompts: Annotated[list[str], typer.Argument(help="one or more prompts")],
@@ -74,6 +99,7 @@ def generate(
 
 
 @app.command()
+@_interruptible
 def export(
     source: Annotated[Path, typer.Argument(help="output folder of a LoRA run, or an adapter folder")],
     out: Annotated[Path, typer.Argument(help="folder for the merged model; not there yet, or empty")],
@@ -98,24 +124,19 @@ def export(
 
 
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.config import apply_overrides, load_yaml
+    from shardwise.config import apply_overrides, full_key, load_yaml, set_key
+    from shardwise.spec.filled import without_stale
 
     files = [text for text in settings if "=" not in text]
     overrides = [text for text in settings if "=" in text]
     if len(files) > 1:
         raise ConfigError(", ".join(files), "more than one run.yaml", "Give one file; what it lacks as key=value")
     tree = load_yaml(files[0]) if files else {}
-    for key, value in options.items():
-        if value is not None:
-            tree = _with_option(tree, key, value)
+    given = {key: value for key, value in options.items() if value is not None}
+    tree = without_stale(tree, [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)])
+    for key, value in given.items():
+        set_key(tree, key, value)
     return apply_overrides(tree, overrides)
-
-
-def _with_option(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    section, _, name = key.rpartition(".")
-    if not section:
-        return tree | {name: value}
-    return tree | {section: (tree.get(section) or {}) | {name: value}}
 
 
 def _train(tree: dict[str, Any]) -> int:
@@ -124,10 +145,11 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.launch.forkserver import PRELOAD_MORE
     from shardwise.launch.nodes import nodes_of
     from shardwise.launch.resolve import prepare, write_run
+    from shardwise.log import say
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
 
-    run, plan = prepare(tree)
+    run, plan = prepare(tree)  # the folder stays claimed until this process ends
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     output_dir = Path(run.output_dir) if nodes.rank else write_run(run, plan)
     console = Console(stderr=True)
@@ -139,9 +161,13 @@ def _train(tree: dict[str, Any]) -> int:
     code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     export = output_dir / "export"
     if code == 0 and run.save.export:
-        print("exported adapter:" if run.lora else "exported model:", file=sys.stderr, flush=True)
-        print(export, flush=True)
-        show_answers(run, plan, export, console)
+        say("exported adapter:" if run.lora else "exported model:")
+        with suppress(OSError):  # nobody reads on: the run is done all the same
+            print(export, flush=True)
+        try:
+            show_answers(run, plan, export, console)
+        except (KeyboardInterrupt, OSError):  # the run itself is done
+            say("the answers are left out")
     return code
 
 
@@ -160,8 +186,20 @@ def usage_message(error: Any) -> str:
     return f"{text} ({command} --help lists what there is)"
 
 
+def use_utf8() -> None:
+    """Start this process again in UTF-8 mode if its locale has another encoding.
+
+    Names of files in run.yaml are UTF-8, and under LC_ALL=C with PYTHONUTF8=0 the interpreter encodes no others.
+    """
+    if sys.getfilesystemencoding().lower().replace("-", "") == "utf8":
+        return
+    environment = os.environ | {"PYTHONUTF8": "1"}
+    os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
+
+
 def main() -> None:
     """Entry point of the console script."""
+    use_utf8()
     try:
         code = app(prog_name="shardwise", standalone_mode=False)
     except ShardwiseError as error:

@@ -176,11 +176,21 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             raise ConfigError(f"argument {override!r}", "is not of the form key=value", "For example train.epochs=2")
         if not text:
             raise ConfigError(f"argument {override!r}", "has no value", f"Write {key}=null for none")
-        _set(result, f"strategy.{key}" if key in STRATEGY_KEYS else key, _scalar(text, override))
+        set_key(result, full_key(key), _scalar(text, override))
     return result
 
 
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def full_key(key: str) -> str:
+    """``tp`` -> ``strategy.tp``; any other key as it is."""
+    return f"strategy.{key}" if key in STRATEGY_KEYS else key
+
+
+def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set ``section.key`` in ``tree`` itself; sections that it lacks are made.
+
+    Raises:
+        ConfigError: the path runs through a value.
+    """
     *sections, name = dotted.split(".")
     for depth, section in enumerate(sections, 1):
         if tree.get(section) is None:

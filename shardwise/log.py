@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 def say(message: str) -> None:
-    """Show a message to the user, on stderr: stdout is kept for results."""
-    print(message, file=sys.stderr, flush=True)
+    """Show a message to the user, on stderr: stdout is kept for results. A reader that has gone misses it."""
+    with suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

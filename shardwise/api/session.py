@@ -16,7 +16,7 @@ from shardwise.launch.culprit import WorkerError
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
 from shardwise.launch.worker import tell_failure, worker_error
-from shardwise.report.console import show_plan
+from shardwise.report.console import show_line, show_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
@@ -24,7 +24,6 @@ from shardwise.spec.strategy import AXES
 from shardwise.train.callbacks import Callback
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import Status, finish_status, write_status
-from shardwise.train.step import evaluate
 from shardwise.train.worker import make_trainer
 
 
@@ -92,12 +91,16 @@ class Session:
         return list(self._trainer.losses)
 
     def evaluate(self) -> dict[str, float]:
-        """The loss over the evaluation rows, and their supervised tokens."""
+        """The loss over the evaluation rows, and their supervised tokens.
+
+        Raises:
+            Stopped: the user has stopped the job.
+        """
         with _Telling(self._worker, self.context):
-            parts = self._trainer.parts
-            assert parts.eval_loader is not None
-            size = self.run.eval.batch_size or self.plan.global_batch_size
-            loss, num_tokens = evaluate(parts.loaded.model, parts.eval_loader.eval_batches(size))
+            found = self._trainer.evaluate()
+            if isinstance(found, str):
+                raise Stopped(found)
+        loss, num_tokens = found
         return {"eval_loss": loss, "eval_tokens": num_tokens}
 
     def save_model(self, folder: Path | None) -> None:
@@ -126,7 +129,7 @@ class Session:
         filled = [f"{axis} {getattr(self.plan.strategy, axis)}" for axis in AXES if axis not in known]
         if filled:
             rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
-            console.print(f"[bold]filled[/]    {', '.join(filled)} ({rule})", highlight=False)
+            show_line(console, "filled", f"{', '.join(filled)} ({rule})")
 
 
 def _names(tree: dict[str, Any]) -> set[str]:

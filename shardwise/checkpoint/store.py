@@ -153,7 +153,7 @@ def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor]) -> No
     dcp.load(dict(tensors), checkpoint_id=checkpoint)
 
 
-def set_aside(folder: Path, step: int) -> list[Path]:
+def supersede(folder: Path, step: int) -> list[Path]:
     """Move the checkpoints beyond ``step`` into ``superseded/``: a run that goes on from an older one makes these
     steps anew, and neither rotation nor ``resume: auto`` may take the abandoned ones for its own.
 

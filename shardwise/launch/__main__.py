@@ -6,15 +6,17 @@ import os
 import sys
 from pathlib import Path
 
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.launch.agent import launch_script
-from shardwise.launch.nodes import nodes_of
-from shardwise.launch.place import preset_tree
-from shardwise.launch.script import Script
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
     """Launch, and return the exit status of the contract."""
+    from shardwise.errors import ConfigError
+    from shardwise.launch.agent import launch_script
+    from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.place import preset_tree
+    from shardwise.launch.script import Script
+
     option, number, *rest = arguments
     assert option == "--devices", "started by first contact"
     is_module = rest[0] == "-m"
@@ -27,8 +29,14 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ShardwiseError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    try:  # the imports are in here: Ctrl-C while they last is no traceback
+        from shardwise.errors import ShardwiseError
+
+        try:
+            sys.exit(main(sys.argv[1:]))
+        except ShardwiseError as error:
+            print(f"shardwise: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

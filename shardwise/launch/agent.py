@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,18 +24,19 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
 from shardwise.launch.nodes import local_processes
-from shardwise.launch.place import Nodes
+from shardwise.launch.place import DEFAULT_TARGET, Nodes
 from shardwise.launch.script import Script, output_of
 from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.log import loggers_to_file, say
 from shardwise.spec.run import SaveConfig
-from shardwise.train.status import Status, finish_status, write_status
+from shardwise.train.previous import discard, put_back
+from shardwise.train.status import FILE_NAME as STATUS_FILE
+from shardwise.train.status import Status, finish_status, read_status, write_status
 
 if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
-DEFAULT_TARGET = "shardwise.train.worker:train"
 _OTHERS_SECONDS = 3.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
 
@@ -143,11 +144,25 @@ def _launch(work: Work, env: dict[str, str]) -> Outcome:
 
 
 def _tell(work: Work, outcome: Outcome) -> int:
-    if work.tells:
-        finish_status(work.folder, **outcome.changes)
+    """Say how the job ended, then write it: the disk may be what failed."""
     if outcome.message:
         say(outcome.message)
+    if work.tells:
+        try:
+            _settle(work.folder, outcome.changes)
+        except OSError as error:
+            say(f"{work.folder / STATUS_FILE} could not be written ({error.strerror}); the run has ended all the same")
     return outcome.exit_code
+
+
+def _settle(folder: Path, changes: Changes) -> None:
+    """``status.json``; and what the job had set aside is back where it was if the job has made no step."""
+    if changes["state"] == "done":
+        discard(folder)
+    elif put_back(folder):
+        before = read_status(folder) or Status()
+        write_status(folder, Status(step=before.step, checkpoint=before.checkpoint))
+    finish_status(folder, **changes)
 
 
 def _prepare(work: Work) -> None:
@@ -193,7 +208,7 @@ def _run(work: Work, num_local: int, listener: StopListener) -> Outcome:
     except Exception as error:
         if listener.signal_name:  # it came while machines were waited for
             return _stopped(listener.signal_name)
-        with log.open("a", encoding="utf-8") as file:
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         return _failed(None, f"the workers could not be run: {type(error).__name__}: {error}", log)
     return _judge(work, result, listener.signal_name)
@@ -206,26 +221,30 @@ def _judge(work: Work, result: AgentResult, signal_name: str | None) -> Outcome:
         if not stopped:
             return Outcome({"state": "done", "exit_code": 0})
         # Only rank 0 knows which signal it was; on another machine it may have been none of ours.
-        return _stopped(stopped if stopped in signal.Signals.__members__ else signal_name or "SIGTERM")
+        name = stopped if stopped in signal.Signals.__members__ else signal_name or "SIGTERM"
+        with suppress(OSError, ValueError):  # a full disk; the stop is what matters
+            status = read_status(folder)
+            return _stopped(name, status.checkpoint if status else None)
+        return _stopped(name)
     if result.nothing_to_save and signal_name:
         return _stopped(signal_name)
     if result.stop_failed:
         return _failed(None, result.stop_failed, log_path(folder, 0))
-    culprit = _culprit(work, result.deaths)
+    culprit = _culprit(work, result)
     state = "refused" if culprit.refused else "failed"
     changes: Changes = {"state": state, "exit_code": culprit.exit_code, "rank": culprit.rank, "error": culprit.message}
     log = log_path(folder, culprit.rank or 0)
     return Outcome(changes, culprit.message if culprit.refused else f"{culprit.message}\nlog: {log}")
 
 
-def _culprit(work: Work, deaths: dict[int, int]) -> Culprit:
+def _culprit(work: Work, result: AgentResult) -> Culprit:
     """Who failed first. A machine that only sees a connection end waits a moment for what the others have seen."""
-    folder = work.folder
+    folder, deaths = work.folder, result.deaths
     if work.nodes.rank and deaths and folder.is_dir():
         write_deaths(folder, work.nodes.rank, deaths)
     deadline = time.monotonic() + (_OTHERS_SECONDS if work.nodes.count > 1 else 0.0)
     while True:
-        errors = read_errors(folder, work.devices)
+        errors = [*read_errors(folder, work.devices), *result.errors]
         known = deaths | {rank: code for rank, code in read_deaths(folder).items() if rank not in deaths}
         explained = any(code < 0 for code in known.values()) or not all(error.connection_error for error in errors)
         if explained or time.monotonic() > deadline:
@@ -233,9 +252,11 @@ def _culprit(work: Work, deaths: dict[int, int]) -> Culprit:
         time.sleep(_OTHERS_SECONDS / 30)
 
 
-def _stopped(signal_name: str) -> Outcome:
+def _stopped(signal_name: str, checkpoint: str | None = None) -> Outcome:
+    """``checkpoint`` is what the job has saved, as ``status.json`` names it."""
     code = 128 + signal.Signals[signal_name].value
-    return Outcome({"state": "stopped", "exit_code": code}, f"stopped by {signal_name}")
+    saved = f": saved {checkpoint}; resume=auto goes on from there" if checkpoint else ""
+    return Outcome({"state": "stopped", "exit_code": code}, f"stopped by {signal_name}{saved}")
 
 
 def _failed(rank: int | None, message: str, log: Path) -> Outcome:

@@ -82,12 +82,12 @@ def write_error(output_dir: Path, error: WorkerError) -> None:
 
 
 def read_errors(output_dir: Path, num_ranks: int) -> list[WorkerError]:
-    """The errors that ranks have left. A file cut short by the death of its writer counts as none."""
+    """The errors that ranks have left. A file that its writer's death or a full disk cut short counts as none."""
     errors = []
     for path in (error_path(output_dir, rank) for rank in range(num_ranks)):
         try:
             errors.append(WorkerError(**json.loads(path.read_text(encoding="utf-8"))))
-        except (FileNotFoundError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             continue
     return errors
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shardwise.launch import script_worker, worker
+from shardwise.launch.culprit import WorkerError
 from shardwise.launch.meeting import Meeting
 from shardwise.launch.script import Script
-from shardwise.launch.stop import StopChannel, StopListener
+from shardwise.launch.stop import ErrorChannel, StopChannel, StopListener
 
 if TYPE_CHECKING:
     from shardwise.launch.agent import Work
@@ -40,6 +42,7 @@ class AgentResult:
         deaths: exit codes of the ranks that ended before anything was sent to them, in the order seen.
         stop_failed: the workers were killed because a stop that was asked for did not end in time; the reason.
         nothing_to_save: the workers were killed by a stop before there was anything to save.
+        errors: what ranks have said of their end that the disk did not take.
     """
 
     succeeded: bool
@@ -47,6 +50,7 @@ class AgentResult:
     deaths: dict[int, int] = field(default_factory=dict)
     stop_failed: str | None = None
     nothing_to_save: bool = False
+    errors: list[WorkerError] = field(default_factory=list)
 
 
 class _NoRedirects(LogsSpecs):
@@ -76,6 +80,7 @@ class _Agent(LocalElasticAgent):
         self.deaths: dict[int, int] = {}
         self.stop_failed: str | None = None
         self.nothing_to_save = False
+        self.errors: list[WorkerError] = []
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_stop_on(worker_group)
@@ -88,6 +93,7 @@ class _Agent(LocalElasticAgent):
             while time.monotonic() < deadline and len(self.deaths) < len(worker_group.workers):
                 time.sleep(_POLL_SECONDS / 4)
                 self._note_deaths(worker_group)
+            self._fetch_errors(worker_group)
             return RunResult(state=WorkerState.FAILED)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():  # a death between our look and the agent's, which has sent SIGTERM to all others
@@ -95,6 +101,7 @@ class _Agent(LocalElasticAgent):
             self.deaths = first | {
                 rank: code for rank, code in self._exit_codes(worker_group).items() if code not in (0, -signal.SIGTERM)
             }
+            self._fetch_errors(worker_group)
         return result
 
     def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int]:
@@ -109,6 +116,13 @@ class _Agent(LocalElasticAgent):
         for rank, code in self._exit_codes(worker_group).items():
             self.deaths.setdefault(rank, code)
         return bool(self.deaths)
+
+    def _fetch_errors(self, worker_group: WorkerGroup) -> None:
+        assert worker_group.master_addr is not None
+        assert worker_group.master_port is not None
+        with suppress(Exception):  # the store may be gone with the machine that holds it
+            channel = ErrorChannel(worker_group.master_addr, worker_group.master_port)
+            self.errors = channel.left(self._work.devices)
 
     def _pass_stop_on(self, worker_group: WorkerGroup) -> None:
         name = self._listener.signal_name
@@ -171,7 +185,9 @@ def run_workers(work: Work, num_processes: int, listener: StopListener) -> Agent
         handler.shutdown()
     values = {} if result.is_failed() else result.return_values
     returned = values[min(values)] if values else None  # of the lowest rank here; rank 0's where it is here
-    return AgentResult(not result.is_failed(), returned, agent.deaths, agent.stop_failed, agent.nothing_to_save)
+    return AgentResult(
+        not result.is_failed(), returned, agent.deaths, agent.stop_failed, agent.nothing_to_save, agent.errors
+    )
 
 
 def _handler(work: Work, listener: StopListener) -> RendezvousHandler:

@@ -11,6 +11,7 @@ from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError
 from shardwise.launch.forkserver import LAUNCHER_PID
 
+DEFAULT_TARGET = "shardwise.train.worker:train"  # what a worker calls
 PRESETS = "SHARDWISE_PRESETS"  # key=value entries, as a JSON list, that win over what a script says
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 

@@ -18,25 +18,30 @@ from typing import Any, cast
 from shardwise.errors import ConfigError
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.hub import locate_model
+from shardwise.launch.lock import claim
 from shardwise.launch.nodes import local_processes, nodes_of
 from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
+from shardwise.spec.filled import filled_keys
 from shardwise.spec.model import check_weights, read_model
 from shardwise.spec.plan import DeviceType, Plan
-from shardwise.spec.rules import parse_run
+from shardwise.spec.rules import get, parse_run
 from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text
+from shardwise.train.identity import check_resume
+from shardwise.train.previous import HEADER, RESULTS, checkpoints_now, put_back, set_aside
 
-# What a run writes into its folder; `overwrite` removes these and nothing else.
-RESULTS = (
-    *("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html"),
-    *("profile", "tensorboard", "wandb", "swanlab", "mlflow.db"),
-)
+# What a run leaves that was refused before its first step: nothing that another run would have to spare.
+_TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
+_MAX_NAME, _MAX_PATH = 255, 4096  # bytes, of a part of a path and of all of it (linux/limits.h)
+_MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_INPUT_KEYS = ("tokenizer", "chat_template", "data.train", "data.eval")
+_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
@@ -54,6 +59,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     """
     tree, notes = translate(tree)
     run = parse_run(tree)
+    check_paths(run)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
     model = read_model(folder)
@@ -70,12 +76,19 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile:
         check_compiler(device)
-    if local_processes(strategy.world_size, nodes) > local and device != "cpu":
+    per_machine = local_processes(strategy.world_size, nodes)
+    if per_machine > _MAX_LOCAL and command != "plan":
+        rule = f"is {per_machine} processes on one machine, and {_MAX_LOCAL} is the most"
+        raise ConfigError(f"devices = {strategy.world_size}", rule, "Use smaller degrees, or more machines (nnodes)")
+    if per_machine > local and device != "cpu":
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
+    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
+    if command == "train" and not nodes.rank:
+        check_resume(filled, plan, checkpoints_now(local_path(run.output_dir)))
     for note in notes:
         say(note)
-    return _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
+    return filled, plan
 
 
 def locate_tokenizer(run: RunConfig) -> RunConfig:
@@ -131,15 +144,17 @@ def count_devices(device: DeviceType) -> int:
 
 
 def write_run(run: RunConfig, plan: Plan) -> Path:
-    """Make the output folder with what the workers read, ``run.yaml`` and ``plan.json``; its path."""
-    output_dir = Path(run.output_dir)
-    if run.overwrite:
-        for path in (output_dir / name for name in RESULTS):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.exists():
-                path.unlink()
-    output_dir.mkdir(parents=True, exist_ok=True)
+    """Claim the output folder and write what the workers read, ``run.yaml`` and ``plan.json``; its path.
+
+    What they replace is set aside until the run has made a step.
+
+    Raises:
+        ConfigError: another run is at work in the folder.
+    """
+    output_dir = local_path(run.output_dir)
+    claim(output_dir)
+    put_back(output_dir)  # of an attempt that was killed
+    set_aside(output_dir, RESULTS if run.overwrite else HEADER)
     (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     plan.save(output_dir / "plan.json")
     return output_dir
@@ -154,10 +169,33 @@ def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
     for key, name in (("data.train", run.data.train), ("data.eval", run.data.eval)):
-        if name is None or name in in_memory or Path(name).is_file():
+        if name is None or name in in_memory or local_path(name).is_file():
             continue
-        rule = "is a folder" if Path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
+        rule = "is a folder" if local_path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
+
+
+def local_path(name: str) -> Path:
+    """The path of this name by its UTF-8 bytes: under LC_ALL=C the interpreter does not encode what is no ASCII."""
+    return Path(os.fsdecode(name.encode("utf-8", "surrogateescape")))
+
+
+def check_paths(run: RunConfig) -> None:
+    """Refuse names that no file system takes; asking it about one is an error, not a no.
+
+    Raises:
+        ConfigError: the key, the beginning of its value, and the limit.
+    """
+    for key in _PATH_KEYS:
+        name = get(run, key)
+        encoded = (name or "").encode("utf-8", "surrogateescape")
+        longest = max(map(len, encoded.split(b"/")))
+        shown = f"{key} = {name!r}" if name is None or len(name) < 100 else f"{key} = {name[:60]!r}..."
+        if longest > _MAX_NAME or len(encoded) > _MAX_PATH:
+            rule = f"is too long for a path: {longest} bytes between two slashes, {len(encoded)} in all"
+            raise ConfigError(shown, rule, f"The most are {_MAX_NAME} and {_MAX_PATH}")
+        if b"\0" in encoded:
+            raise ConfigError(shown, "holds a zero byte, which no path can", "Remove it")
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -179,31 +217,44 @@ def check_output(run: RunConfig, model_folder: Path, nodes: Nodes | None = None)
         ConfigError: a file in its place, no right to write, results of another run, a checkpoint to
             resume from that is not there, or ``overwrite`` of a folder with the run's own inputs.
     """
-    output = Path(run.output_dir)
+    output = local_path(run.output_dir)
     value = f"output_dir = {run.output_dir!r}"
-    if run.resume not in ("no", "auto") and not Path(run.resume).is_dir():
+    from_folder = run.resume not in ("no", "auto")
+    if from_folder and not local_path(run.resume).is_dir():
         raise ConfigError(f"resume = {run.resume!r}", "no such checkpoint folder", "Use resume=auto, no or a folder")
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not existing.is_dir():
         raise ConfigError(value, f"{existing} is a file", "Name another folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(value, f"no right to write in {existing}", "Name another folder")
+    if nodes and nodes.rank:
+        return
     if run.overwrite:
+        _check_is_ours(output)
         _check_no_input_inside(run, output, model_folder)
-    elif run.resume == "no" and not (nodes and nodes.rank) and _holds_results(output):
-        raise ConfigError(
-            value, "is not empty", "Use resume=auto to go on, overwrite=true to start anew, or another folder"
-        )
+        return
+    elsewhere = from_folder and not local_path(run.resume).resolve().is_relative_to(output.resolve())
+    if (run.resume == "no" or elsewhere) and _holds_results(output):
+        other = f", and resume = {run.resume!r} is of another run" if elsewhere else ""
+        remedy = "Use resume=auto to go on, overwrite=true to start anew, or another folder"
+        raise ConfigError(value, f"is not empty{other}", "Name another folder" if elsewhere else remedy)
+
+
+def _check_is_ours(output: Path) -> None:
+    """``overwrite`` in a folder that no run has written, such as a project's own, would delete a foreign ``logs``."""
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    lost = ", ".join(sorted(names & set(RESULTS)))
+    if lost and not names & {"status.json", "plan.json"}:
+        rule = f"overwrite would delete {lost} in it, and no run has left its status.json or plan.json there"
+        raise ConfigError(f"output_dir = {str(output)!r}", rule, "Name another folder, or remove them by hand")
 
 
 def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
-    inputs = {"model": str(model_folder), "data.train": run.data.train, "data.eval": run.data.eval}
-    if run.resume not in ("no", "auto"):
-        inputs["resume"] = run.resume
+    inputs = {"model": str(model_folder), **{key: get(run, key) for key in _INPUT_KEYS}}
     for key, name in inputs.items():
-        if name is None:
+        if name is None or len(os.fsencode(name)) > _MAX_PATH or "\n" in name:  # a chat template may be its own text
             continue
-        path, value = Path(name).resolve(), f"output_dir = {run.output_dir!r}"
+        path, value = local_path(name).resolve(), f"output_dir = {run.output_dir!r}"
         for result in RESULTS:
             if path.is_relative_to((output / result).resolve()):
                 rule = f"overwrite would delete {key} = {name!r}, which lies in its {result}"
@@ -211,8 +262,9 @@ def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> 
 
 
 def _holds_results(output: Path) -> bool:
-    """A folder in which a refused run left no more than its status counts as empty."""
-    return output.is_dir() and any(path.name != "status.json" for path in output.iterdir())
+    """A folder in which a run was refused before it began counts as empty; one that has no status is not ours."""
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    return not names <= (_TRACES if "status.json" in names else {".lock"})
 
 
 def _has_cuda() -> bool:
@@ -247,11 +299,11 @@ def _count_cuda() -> int:
 
 
 def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy, rows: int) -> RunConfig:
-    """The run with every default filled in; ``dp`` gives way to the two axes that it stands for."""
+    """The run with every default filled in, and a note of which ones these are."""
     train, given = run.train, run.strategy
     lora = run.lora or (LoraConfig() if run.use_lora else None)
     epochs = train.epochs or (None if train.max_steps else _DEFAULT_EPOCHS)
-    return run.model_copy(
+    filled = run.model_copy(
         update={
             "model": str(folder),
             "device": device,
@@ -271,7 +323,6 @@ def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy
                 update={
                     "pp": strategy.pp,
                     "tp": strategy.tp,
-                    "dp": None,
                     "dp_replicate": strategy.dp_replicate,
                     "dp_shard": strategy.dp_shard,
                     "reshard": strategy.reshard,
@@ -281,3 +332,4 @@ def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy
             ),
         }
     )
+    return filled.model_copy(update={"filled": filled_keys(run, filled)})

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,19 +23,21 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.lifeline import die_with_parent
-from shardwise.launch.stop import StopChannel
+from shardwise.launch.lock import claim, release_all
+from shardwise.launch.place import DEFAULT_TARGET
+from shardwise.launch.stop import ErrorChannel, StopChannel
 from shardwise.launch.streams import log_path, redirect
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import Status, finish_status, read_status, write_status
 
-DEFAULT_TARGET = "shardwise.train.worker:train"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
 TIMEOUT_VARIABLE = "SHARDWISE_TIMEOUT_SECONDS"
 _DEFAULT_TIMEOUT_SECONDS = 1800.0
+_MAX_TIMEOUT_SECONDS = 365 * 86400.0
 
 Train = Callable[[WorkerContext], dict[str, Any] | None]
 
@@ -93,6 +97,7 @@ def guarded(
     else:
         return result
     finally:
+        release_all()
         sys.stdout.flush()
         sys.stderr.flush()
     return None
@@ -125,8 +130,20 @@ def _check_preloaded(environ: Mapping[str, str]) -> None:
 
 
 def timeout_seconds(environ: Mapping[str, str]) -> float:
-    """How long a rank waits for another before it gives up."""
-    return float(environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_SECONDS))
+    """How long a rank waits for another before it gives up.
+
+    Raises:
+        ConfigError: the variable holds no such time.
+    """
+    text = environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MAX_TIMEOUT_SECONDS:
+        rule = "must be a number of seconds above 0, a year at most"
+        raise ConfigError(f"{TIMEOUT_VARIABLE} = {text!r}", rule, "Unset it: 1800 is the default")
+    return seconds
 
 
 def use_cores(environ: Mapping[str, str]) -> None:
@@ -142,6 +159,7 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     open_process_group(plan["device_type"], context.local_rank, timeout)
     tells = context.rank == 0 and _is_foreign(os.environ)
     if tells:
+        claim(context.output_dir)
         write_status(context.output_dir, Status(state="running"))
     result = _load(target)(context)
     dist.destroy_process_group()
@@ -187,15 +205,23 @@ def worker_error(rank: int, error: BaseException, exit_code: int) -> WorkerError
 
 
 def _fail(output_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
-    """Leave the error for the launcher and the traceback in the log, and end the process."""
+    """Leave the error for the launcher and the traceback in the log, and end the process.
+
+    Where the disk takes neither, the job's store takes the error.
+    """
     written = worker_error(rank, error, exit_code)
     try:
-        write_error(output_dir, written)
+        with suppress(OSError):
+            # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
+            print(written.traceback, file=sys.__stderr__, flush=True)
+            sys.stdout.flush()
+        try:
+            write_error(output_dir, written)
+        except OSError:
+            ErrorChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).leave(written)
         if _is_foreign(os.environ):
             tell_failure(output_dir, written)
-        # Not sys.stderr: on rank 0 that shows on the terminal, where the launcher says it in one line.
-        print(written.traceback, file=sys.__stderr__, flush=True)
-        sys.stdout.flush()
+        release_all()
     finally:
         os._exit(exit_code)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.report.console import show_line
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 
@@ -33,9 +34,8 @@ def show_answers(run: RunConfig, plan: Plan, export: Path, console: Console) -> 
         console.print(f"no answers: {error}", markup=False, highlight=False)
         return
     for prompt, old, new in zip(prompts, before, after, strict=True):
-        for label, text in (("question", prompt), ("  before", old), ("   after", new)):
-            console.print(f"[bold]{label}[/]  ", end="", highlight=False)
-            console.print(text.replace("\n", " "), markup=False, highlight=False)
+        for label, text in (("question", prompt), ("before", old), ("after", new)):
+            show_line(console, label, text.replace("\n", " "))
 
 
 def first_questions(path: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.spec.plan import Plan, batch_equation, ranks
 from shardwise.spec.run import RunConfig
@@ -16,11 +17,12 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
     """Print the header of a run."""
     model, strategy = plan.model, plan.strategy
     ties = "tied embedding" if model.tied else "untied head"
-    console.print(
-        f"[bold]model[/]     {run.model}: {model.architecture}, {format_count(model.num_parameters)} parameters, "
+    show_line(
+        console,
+        "model",
+        f"{run.model}: {model.architecture}, {format_count(model.num_parameters)} parameters, "
         f"{model.num_blocks} blocks, {model.num_heads} heads, {model.num_kv_heads} KV heads, "
         f"vocabulary {model.vocab_size}, {ties}",
-        highlight=False,
     )
     details = [f"{strategy.schedule} over stages of {', '.join(map(str, strategy.stages))} blocks"]
     if strategy.pp == 1:
@@ -37,12 +39,17 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
         details.append("compiled blocks")
     if strategy.tp > model.num_kv_heads:
         details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: k and v are whole on each rank")
-    console.print(f"[bold]strategy[/]  {'; '.join([str(strategy), *details])} on {plan.device_type}", highlight=False)
+    show_line(console, "strategy", f"{'; '.join([str(strategy), *details])} on {plan.device_type}")
     gradients = gradient_line(plan)
     if gradients:
-        console.print(f"[bold]gradients[/] {gradients}", highlight=False)
+        show_line(console, "gradients", gradients)
     console.print(_rank_table(plan))
-    console.print(f"[bold]batch[/]     {batch_equation(plan)}", highlight=False)
+    show_line(console, "batch", batch_equation(plan))
+
+
+def show_line(console: Console, label: str, text: str) -> None:
+    """A line with its label in bold. The text is shown as it is: a path may look like markup or like an emoji."""
+    console.print(Text.assemble((f"{label:9}", "bold"), " ", text))
 
 
 def gradient_line(plan: Plan) -> str:
@@ -64,8 +71,7 @@ def _rank_table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("rank", "pp", "dp", "tp", "holds", "weights (fp32)"):
         table.add_column(column, justify="left" if column == "holds" else "right")
-    shares = ranks(plan)
-    for share in shares[:MAX_ROWS]:
+    for share in ranks(plan, MAX_ROWS):
         place = share.coordinates
         data = place["dp_replicate"] * plan.strategy.dp_shard + place["dp_shard"]
         table.add_row(
@@ -76,6 +82,6 @@ def _rank_table(plan: Plan) -> Table:
             str(share),
             format_bytes(share.parameter_bytes),
         )
-    if len(shares) > MAX_ROWS:
-        table.add_row("...", "", "", "", f"and {len(shares) - MAX_ROWS} more ranks; all of them are in plan.json", "")
+    if plan.devices > MAX_ROWS:
+        table.add_row("...", "", "", "", f"and {plan.devices - MAX_ROWS} more ranks; all of them are in plan.json", "")
     return table

@@ -65,11 +65,14 @@ def put(tree: dict[str, Any], dotted: str, value: Any, source: str) -> None:
         ConfigError: the tree has another value there.
     """
     section, _, name = dotted.rpartition(".")
-    place = tree
+    place: Any = tree
     if section:
         if tree.get(section) is None:
             tree[section] = {}
         place = tree[section]
+    if not isinstance(place, dict):
+        rule = f"is a section of keys, not a value, and {source} stands for {dotted}"
+        raise ConfigError(f"{section} = {place!r}", rule, f"Write {section}: {{KEY: VALUE}}")
     if place.get(name) not in (None, value):
         rule = f"are two names for one thing ({source} stands for {dotted})"
         raise ConfigError(f"{source} = {value!r} and {dotted} = {place[name]!r}", rule, "Give one of them")

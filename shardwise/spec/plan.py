@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -161,14 +161,18 @@ def batch_equation(plan: Plan) -> str:
     return f"global batch {_counted(plan.global_batch_size, 'row')} = {' x '.join(factors)}"
 
 
-def ranks(plan: Plan) -> list[RankShare]:
-    """What each process holds, by global rank; the tensor axis varies fastest."""
-    strategy = plan.strategy
-    degrees = [range(getattr(strategy, axis)) for axis in AXES]
-    ends = list(accumulate(strategy.stages))
-    return [
-        _share(plan, rank, dict(zip(AXES, place, strict=True)), ends) for rank, place in enumerate(product(*degrees))
-    ]
+def ranks(plan: Plan, most: int | None = None) -> list[RankShare]:
+    """What each process holds, or each of the first ``most``, by global rank; the tensor axis varies fastest."""
+    ends = list(accumulate(plan.strategy.stages))
+    number = plan.devices if most is None else min(most, plan.devices)
+    return [_share(plan, rank, _coordinates(plan.strategy, rank), ends) for rank in range(number)]
+
+
+def _coordinates(strategy: Strategy, rank: int) -> dict[str, int]:
+    places = {}
+    for axis in reversed(AXES):
+        rank, places[axis] = divmod(rank, getattr(strategy, axis))
+    return {axis: places[axis] for axis in AXES}
 
 
 def _share(plan: Plan, rank: int, coordinates: dict[str, int], ends: list[int]) -> RankShare:

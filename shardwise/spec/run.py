@@ -7,20 +7,24 @@ Imports no torch.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
     ValidationInfo,
     field_validator,
 )
 
 from shardwise.config import dump_yaml
+
+# A count beyond these is a slip of the pen, and would be met as a full memory or a wait without end.
+MAX_COUNT, MAX_SEED = 2**40, 2**63 - 1
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 class _Section(BaseModel):
@@ -50,7 +54,7 @@ class DataConfig(_Section):
     on_long: Literal["refuse", "truncate", "drop"] = "refuse"
     packing: bool = False
     shuffle: bool = True
-    seed: NonNegativeInt | None = None  # None: train.seed
+    seed: Seed | None = None  # None: train.seed
     drop_last: bool = False
     on_bad_rows: Literal["refuse", "skip"] = "refuse"
 
@@ -75,7 +79,7 @@ class TrainConfig(_Section):
     max_grad_norm: NonNegativeFloat | None = 1.0  # None or 0: no clipping
     precision: Literal["fp32", "bf16"] | None = None
     compile: bool = False
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     on_nan: Literal["stop", "skip"] = "stop"
     early_stopping_patience: PositiveInt | None = None
 
@@ -174,6 +178,7 @@ class RunConfig(_Section):
     node_rank: NonNegativeInt = 0
     rdzv_endpoint: str | None = None
     cluster: str | None = None
+    filled: tuple[str, ...] = ()  # of a resolved run: shardwise.spec.filled
 
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, Literal
 
-from shardwise.config import NOT_AVAILABLE, nearest_multiples
+from shardwise.config import nearest_multiples
 from shardwise.errors import PlanError
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.run import RunConfig
@@ -107,8 +108,7 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
     pp, stages = _pipeline_stages(given.pp, given.stages, model.num_blocks)
     replicate, shard = _data_degrees(run, pp * tp, local_devices)
     rows, micro_batch_size = _batch(run, pp, replicate * shard)
-    if given.schedule == "interleaved":
-        raise PlanError("strategy.schedule = 'interleaved'", NOT_AVAILABLE, "Use 1f1b or gpipe")
+    assert given.schedule != "interleaved", "rules.py refuses what is not built yet"
     strategy = Strategy(
         pp=pp,
         dp_replicate=replicate,
@@ -160,8 +160,7 @@ def _pipeline_stages(
 def _recompute(given: str | int, stages: tuple[int, ...]) -> int:
     """Number of recomputed blocks of a stage, -1 for all of them."""
     if isinstance(given, str):
-        if given not in ("none", "full"):
-            raise PlanError(f"strategy.recompute = {given!r}", NOT_AVAILABLE, "Use none, full or a number of blocks")
+        assert given in ("none", "full"), "rules.py refuses what is not built yet"
         return -1 if given == "full" else 0
     if given > max(stages):
         rule = f"the largest stage has {max(stages)} blocks (stages {list(stages)})"
@@ -221,9 +220,7 @@ def _batch(run: RunConfig, pp: int, dp: int) -> tuple[int, int]:
     )
     unit = dp * (given_m or 1)
     if accumulation is not None:
-        if given_m is None:
-            value = f"train.gradient_accumulation_steps = {accumulation}"
-            raise PlanError(value, "needs strategy.micro_batch_size", "Give it, or train.global_batch_size instead")
+        assert given_m is not None, "rules.py wants it beside accumulation steps"
         rows = unit * accumulation
     if rows is None:
         rows = -(-DEFAULT_GLOBAL_BATCH_SIZE // unit) * unit
@@ -237,4 +234,5 @@ def _batch(run: RunConfig, pp: int, dp: int) -> tuple[int, int]:
 def _default_micro_batch_size(rank_rows: int, pp: int) -> int:
     """The largest m that divides a data rank's rows: up to 8, or leaving 2 pp micro-batches to fill the pipeline."""
     most = 8 if pp == 1 else rank_rows // (2 * pp)
-    return max((m for m in range(1, most + 1) if rank_rows % m == 0), default=1)
+    divisors = (m for d in range(1, isqrt(rank_rows) + 1) if rank_rows % d == 0 for m in (d, rank_rows // d))
+    return max((m for m in divisors if m <= most), default=1)

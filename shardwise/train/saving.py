@@ -9,20 +9,17 @@ from typing import Any
 
 from shardwise.checkpoint.store import (
     SlicedTensor,
-    list_checkpoints,
     load_checkpoint,
     read_state,
     tensor_state,
 )
 from shardwise.config import flatten
 from shardwise.data.batch import LoaderState
-from shardwise.errors import CheckpointError
 from shardwise.models.lora import Adapters
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.run import RunConfig
+from shardwise.train.identity import RunIdentity
 from shardwise.train.optim import Optimizer
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,14 @@ class TrainState:
     """How far a run is.
 
     ``num_updates`` leaves out the steps that changed nothing; ``callbacks`` is what callbacks want to be kept.
+    ``owed_evaluation`` is the epoch of an evaluation that was due after this step and that a stop left out.
     """
 
     step: int = 0
     num_updates: int = 0
     loader: LoaderState = field(default_factory=LoaderState)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    owed_evaluation: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,28 +42,8 @@ class TrainState:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
         loader = LoaderState.from_json(data["loader"])
-        return cls(data["step"], data["num_updates"], loader, data.get("callbacks", {}))
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What must be the same for a checkpoint to be gone on from."""
-
-    model: str
-    optimizer: str
-    data: str
-    lora: str = "none"
-
-    def check(self, saved: dict[str, str], checkpoint: Path) -> None:
-        """Refuse a checkpoint of another run, by the name of what differs."""
-        for name, value in asdict(self).items():
-            before = saved.get(name, type(self).__dataclass_fields__[name].default)
-            if before != value:
-                raise CheckpointError(
-                    f"resume from {checkpoint}",
-                    f"its {name} is {before}, that of this run {value}",
-                    f"Resume with the same {name}, or start anew with resume=no in another output_dir",
-                )
+        owed = data.get("owed_evaluation")
+        return cls(data["step"], data["num_updates"], loader, data.get("callbacks", {}), owed)
 
 
 def lora_fingerprint(run: RunConfig, adapters: Adapters | None) -> str:
@@ -90,16 +69,6 @@ def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, SlicedT
     return tensors
 
 
-def find_checkpoint(run: RunConfig) -> Path | None:
-    """The checkpoint that ``resume`` means: the newest complete one, the one given, or None to start."""
-    if run.resume == "no":
-        return None
-    if run.resume == "auto":
-        found = list_checkpoints(Path(run.output_dir) / CHECKPOINTS)
-        return found[-1] if found else None
-    return Path(run.resume)
-
-
 def restore(checkpoint: Path, identity: RunIdentity, model: ParallelModel, optimizer: Optimizer) -> TrainState:
     """Load weights and optimizer state in place and return where the run stands.
 
@@ -117,7 +86,7 @@ def restore(checkpoint: Path, identity: RunIdentity, model: ParallelModel, optim
 def changes(saved: dict[str, Any], run: RunConfig) -> list[str]:
     """``train.learning_rate: 5e-05 -> 1e-05`` for every key that differs from the run that saved."""
     before, now = flatten(saved), flatten(run.model_dump(mode="json"))
-    ignored = ("resume", "overwrite", "output_dir")
+    ignored = ("resume", "overwrite", "output_dir", "filled")
     return [
         f"{key}: {before.get(key)} -> {value}"
         for key, value in now.items()

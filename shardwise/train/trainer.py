@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
 from shardwise.checkpoint.export import export_model, write_whole
-from shardwise.checkpoint.store import rotate, save_checkpoint, set_aside
+from shardwise.checkpoint.store import rotate, save_checkpoint, supersede
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
 from shardwise.data.rows import name_lines
@@ -22,11 +22,12 @@ from shardwise.spec.run import RunConfig
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
 from shardwise.train.dispatch import Dispatcher
+from shardwise.train.identity import CHECKPOINTS, RunIdentity
 from shardwise.train.lr import learning_rate
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import CHECKPOINTS, RunIdentity, TrainState, all_tensors
+from shardwise.train.saving import TrainState, all_tensors
 from shardwise.train.setup import LoadedModel, companions
 from shardwise.train.step import NonFinitePolicy, StepResult, evaluate, sum_over_ranks, train_step
 from shardwise.train.throughput import Throughput, count_adapter_parameters, device_name
@@ -57,7 +58,7 @@ class Trainer:
         self, parts: TrainerParts, state: TrainState, view: ProgressView, callbacks: Sequence[Callback] = ()
     ) -> None:
         self.parts, self.state, self.view = parts, state, view
-        self.folder = Path(parts.run.output_dir)
+        self.folder = parts.context.output_dir  # not the run's key: the folder may have been moved
         self.total_steps = count_steps(parts.run, parts.loader, state)
         self.policy = NonFinitePolicy(parts.run.train.on_nan)
         device = parts.loaded.model.mesh.device
@@ -69,6 +70,7 @@ class Trainer:
         self.callbacks.load_state_dict(state.callbacks)
         self.losses: list[float | None] = []  # of the steps made here, the same on every rank
         self._compile_clock = CompileClock() if parts.run.train.compile else None
+        self._stopped: str | None = None  # what ended an evaluation
 
     def train(self) -> str | None:
         """Run the steps that are left.
@@ -88,7 +90,7 @@ class Trainer:
             model=parts.loaded.model,
         )
         try:
-            self._set_aside()
+            self._supersede()
             self.callbacks.call("on_train_begin", info)
             stopped, reason = self._run()
             if stopped is None and parts.run.save.export:
@@ -101,16 +103,17 @@ class Trainer:
             parts.meter.close()
         return stopped
 
-    def _set_aside(self) -> None:
+    def _supersede(self) -> None:
         """Checkpoints of steps that are about to be made anew must not be taken for this run's."""
         if self.parts.context.rank == 0:
-            for path in set_aside(self.folder / CHECKPOINTS, self.state.step):
+            for path in supersede(self.folder / CHECKPOINTS, self.state.step):
                 self.view.say(f"set aside: {path}, a checkpoint beyond step {self.state.step}")
 
     def _run(self) -> tuple[str | None, str | None]:
         """The loop. Returns the signal that ended it, and the reason of a callback that did."""
         run = self.parts.run
-        stopped: str | None = None
+        owed = self.state.owed_evaluation
+        stopped = self._evaluate(owed) if owed is not None and self.parts.eval_loader else None
         reason = self.callbacks.stop_reason()
         batches: Iterator[Batch] = self.parts.loader.batches(self.state.loader)
         while self.state.step < self.total_steps and not (stopped or reason):
@@ -118,7 +121,8 @@ class Trainer:
             stopped = self._step(batch)
             epoch_ends = batch.next_state.epoch > batch.epoch
             if self._due(run.eval.strategy, run.eval.steps, epoch_ends):
-                self._evaluate(batch.epoch)
+                self.state = replace(self.state, owed_evaluation=batch.epoch)
+                stopped = stopped or self._evaluate(batch.epoch)  # saving comes first, evaluating after the resume
             if epoch_ends:
                 self.callbacks.call("on_epoch_end", batch.epoch)
             reason = self.callbacks.stop_reason()
@@ -186,13 +190,38 @@ class Trainer:
             return epoch_ends
         return strategy == "steps" and every is not None and self.state.step % every == 0
 
-    def _evaluate(self, epoch: int) -> None:
-        parts = self.parts
+    def evaluate(self) -> tuple[float, int] | str:
+        """The loss over all rows for evaluation and their supervised tokens; or what a stop gives, as :meth:`train`.
+
+        To be called by all ranks.
+        """
+        parts, self._stopped = self.parts, None
         assert parts.eval_loader is not None
         size = parts.run.eval.batch_size or parts.eval_loader.settings.global_batch_size
-        loss, num_tokens = evaluate(parts.loaded.model, parts.eval_loader.eval_batches(size))
+        found = evaluate(parts.loaded.model, self._until_stopped(parts.eval_loader.eval_batches(size)))
+        return self._stopped or found
+
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Evaluations can outlast the time that a stop leaves for saving, so the ranks agree on it at each batch."""
+        stop, device = self.parts.context.stop, self.parts.loaded.model.mesh.device
+        for batch in batches:
+            asked = stop.requested() if self.parts.context.rank == 0 else None
+            (number,) = sum_over_ranks([float(asked is not None)], device)
+            if number:
+                self._stopped = asked or "stop"
+                return
+            yield batch
+
+    def _evaluate(self, epoch: int) -> str | None:
+        """Evaluate after a step; returns what stopped it."""
+        found = self.evaluate()
+        if isinstance(found, str):
+            return found
+        loss, num_tokens = found
+        self.state = replace(self.state, owed_evaluation=None)
         values = {"kind": "eval", "step": self.state.step, "epoch": epoch, "eval_loss": loss, "eval_tokens": num_tokens}
         self.callbacks.call("on_evaluate", MappingProxyType(values))
+        return None
 
     def save(self) -> None:
         """Write a checkpoint of the current step, then remove the ones that are too many.

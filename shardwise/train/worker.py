@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.store import read_state
 from shardwise.config import load_yaml
+from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
@@ -22,12 +23,14 @@ from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.early_stopping import EarlyStopping
+from shardwise.train.identity import CHECKPOINTS, RunIdentity, chosen_checkpoint, saved_state
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import RunIdentity, TrainState, changes, find_checkpoint, lora_fingerprint, restore
+from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
 from shardwise.train.setup import check_adapters, data_fingerprint, load_model, make_loader, read_rows
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
@@ -73,6 +76,7 @@ def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], N
     patience = run.train.early_stopping_patience
     steps = parse_steps(run.log.profile_steps, "log.profile_steps")
     return [
+        ReplacesPrevious(),
         MetricsFile(),
         StatusFile(checkpoint),
         *make_trackers(tracker_names(run), os.environ),
@@ -104,6 +108,7 @@ def build_parts(
     check_adapters(run)
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
+    identity = _checked_identity(run, plan, context, data_fingerprint(rows))
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
@@ -111,11 +116,7 @@ def build_parts(
         run = _compiled_by_rule(run, plan, steps, compiler_available, say)
         if context.rank == 0:
             (context.output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
-    if loader.dropped_rows:
-        say(f"data.drop_last: {loader.dropped_rows} of {len(rows)} rows are left out in each epoch")
-    if len(rows) < plan.global_batch_size and not loader.dropped_rows:
-        few = f"{len(rows)} rows are fewer than the global batch of {plan.global_batch_size}"
-        say(f"data: {few}: each epoch is one step with all of them")
+    _say_what_becomes_of_rows(loader, say)
     eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
     meter = MemoryMeter(device)
     loaded, plan = load_model(run, plan, mesh)
@@ -133,11 +134,27 @@ def build_parts(
         optimizer=Optimizer(loaded.model.shards, run.train),
         loader=loader,
         eval_loader=make_loader(eval_rows, run, plan, mesh) if eval_rows is not None else None,
-        identity=RunIdentity(
-            plan.model.hash, run.train.optimizer, data_fingerprint(rows), lora_fingerprint(run, loaded.adapters)
-        ),
+        identity=replace(identity, lora=lora_fingerprint(run, loaded.adapters)),
         meter=meter,
     )
+
+
+def _checked_identity(run: RunConfig, plan: Plan, context: WorkerContext, data: str) -> RunIdentity:
+    """What this run is; refuses a checkpoint of another, but for the adapters' places, which need the model."""
+    identity = RunIdentity(plan.model.hash, run.train.optimizer, data)
+    checkpoint = chosen_checkpoint(run, context.output_dir / CHECKPOINTS)
+    if checkpoint is not None:
+        identity.check(saved_state(checkpoint)["identity"], checkpoint, ("model", "optimizer", "data"))
+    return identity
+
+
+def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> None:
+    num_rows, global_batch_size = len(loader.rows), loader.settings.global_batch_size
+    if loader.dropped_rows:
+        say(f"data.drop_last: {loader.dropped_rows} of {num_rows} rows are left out in each epoch")
+    elif num_rows < global_batch_size:
+        few = f"{num_rows} rows are fewer than the global batch of {global_batch_size}"
+        say(f"data: {few}: each epoch is one step with all of them")
 
 
 def _compiled_by_rule(
@@ -150,14 +167,14 @@ def _compiled_by_rule(
 
 def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
     """Where the run stands, and the checkpoint that it goes on from, relative to the output folder."""
-    checkpoint = find_checkpoint(parts.run)
+    checkpoint = chosen_checkpoint(parts.run, parts.context.output_dir / CHECKPOINTS)
     if checkpoint is None:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
     terminal = parts.context.terminal
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
-        for line in changes(read_state(checkpoint)["run"], parts.run):
+        for line in changes(saved_state(checkpoint)["run"], parts.run):
             print(f"  changed {line}", file=terminal, flush=True)
     output_dir, path = parts.context.output_dir.resolve(), checkpoint.resolve()
     return state, str(path.relative_to(output_dir) if path.is_relative_to(output_dir) else path)

@@ -24,7 +24,7 @@ from shardwise.checkpoint.store import (
     load_checkpoint,
     rotate,
     save_checkpoint,
-    set_aside,
+    supersede,
 )
 from shardwise.errors import CheckpointError, SaveError
 from shardwise.models.shard import Shard
@@ -170,20 +170,20 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     assert json.loads((newest / STATE_FILE).read_text()) == {}
 
 
-def test_checkpoints_beyond_a_resumed_step_are_set_aside_and_kept(tmp_path):
+def test_checkpoints_beyond_a_resumed_step_are_supersede_and_kept(tmp_path):
     for step in (2, 4, 6):
         folder = tmp_path / checkpoint_name(step)
         folder.mkdir()
         (folder / "state.json").write_text(str(step))
         (folder / ".metadata").touch()
-    moved = set_aside(tmp_path, 2)
+    moved = supersede(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
     assert [(path / "state.json").read_text() for path in moved] == ["4", "6"]
     again = tmp_path / checkpoint_name(4)
     again.mkdir()
     (again / "state.json").write_text("4 again")
     (again / ".metadata").touch()
-    assert [(path / "state.json").read_text() for path in set_aside(tmp_path, 3)] == ["4 again"]
+    assert [(path / "state.json").read_text() for path in supersede(tmp_path, 3)] == ["4 again"]
     assert sorted((path / "state.json").read_text() for path in (tmp_path / "superseded").iterdir()) == [
         "4",
         "4 again",

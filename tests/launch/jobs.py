@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 140.0  # of one job: some 6 s on two quiet cores, many times that on busy ones
 _MARK = "SHARDWISE_TEST_JOB"
-_LAUNCHER = """
+LAUNCHER = """
 import sys
 from pathlib import Path
 from shardwise.launch.agent import launch
@@ -122,7 +122,7 @@ def launched(
 ) -> Iterator[Job]:
     """A job whose ranks run a function of ``tests.launch.targets``."""
     prepare(output_dir, grace_seconds)
-    with command(output_dir, "-c", _LAUNCHER, str(output_dir), str(num_ranks), target, **variables) as job:
+    with command(output_dir, "-c", LAUNCHER, str(output_dir), str(num_ranks), target, **variables) as job:
         yield job
 
 

@@ -94,3 +94,14 @@ def stoppable(context: WorkerContext) -> dict[str, Any]:
         (context.output_dir / f"begun-{context.rank}").write_text(str(os.getpid()))
         if context.rank == 0:
             update_status(context.output_dir, step=steps)
+
+
+def disk_full(context: WorkerContext) -> None:
+    """Rank 1 fails, and neither its error nor the status finds a place (a folder is in it)."""
+    _reduce()
+    if context.rank == 1:
+        (context.output_dir / "logs" / "error-rank-1.json").mkdir()
+        (context.output_dir / "status.json").unlink()
+        (context.output_dir / "status.json").mkdir()
+        raise OSError(28, "No space left on device", "model.safetensors")
+    _reduce()

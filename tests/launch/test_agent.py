@@ -57,6 +57,14 @@ def test_a_refusal_of_all_ranks_is_one_message(tmp_path: Path) -> None:
     assert (job.status()["state"], job.status()["exit_code"]) == ("refused", 2)
 
 
+def test_the_cause_is_said_also_where_the_disk_takes_nothing_more(tmp_path: Path) -> None:
+    with launched(tmp_path, "disk_full") as job:
+        assert job.wait() == 3
+    assert job.stderr.startswith("rank 1 failed: OSError: [Errno 28] No space left on device: 'model.safetensors'\n")
+    assert "status.json could not be written (Is a directory)" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
 def test_a_rank_that_leaves_early_has_failed_also_with_status_0(tmp_path: Path) -> None:
     with launched(tmp_path, "rank_1_leaves_with_status_0") as job:
         assert job.wait() == 3

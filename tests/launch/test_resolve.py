@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.config import apply_overrides, load_yaml
-from shardwise.errors import ConfigError
+from shardwise.config import apply_overrides, load_yaml, set_key
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch import resolve as module
 from shardwise.launch.resolve import choose_device, count_devices, prepare
 from shardwise.spec.plan import Plan
@@ -164,21 +165,127 @@ def test_the_output_folder(tmp_path: Path) -> None:
     output.mkdir()
     (output / "status.json").touch()  # a run that was refused leaves no more than this
     _prepare(tmp_path)
-    (output / "metrics.jsonl").touch()
+    (output / "metrics.jsonl").touch()  # a step was about to be made
     with pytest.raises(ConfigError, match=r"is not empty.*resume=auto.*overwrite=true"):
         _prepare(tmp_path)
     _prepare(tmp_path, "resume=auto")
     _prepare(tmp_path, "overwrite=true")
-    (output / "checkpoints").mkdir()
-    _prepare(tmp_path, f"resume={output}/checkpoints")
+
+
+def test_what_a_refused_run_leaves_is_no_result_and_a_run_yaml_of_the_user_is_one(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "run.yaml").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        _prepare(tmp_path)
+    for name in ("status.json", "plan.json"):
+        (output / name).touch()
+    (output / "logs").mkdir()
+    _prepare(tmp_path)
 
 
 def test_overwrite_deletes_no_input(tmp_path: Path) -> None:
     export = make_folder(tmp_path / "out" / "export")
+    (tmp_path / "out" / "plan.json").touch()
     with pytest.raises(ConfigError, match="overwrite would delete model"):
         _prepare(tmp_path, "overwrite=true", model=str(export))
+    for name in ("chat_template.jinja", "rows.jsonl"):
+        (export / name).touch()
+    inputs = {"tokenizer": export, "chat_template": export / "chat_template.jinja", "data.eval": export / "rows.jsonl"}
+    for key, path in inputs.items():
+        with pytest.raises(ConfigError, match=f"overwrite would delete {key}"):
+            _prepare(tmp_path, "overwrite=true", f"{key}={path}")
     beside = make_folder(tmp_path / "out" / "mine")
     assert _prepare(tmp_path, "overwrite=true", model=str(beside))[0].model == str(beside)
+    text = "{% for m in messages %}" + "{{ m }}" * 2000 + "{% endfor %}"
+    for template in (text, text.replace("%}{{", "%}\n{{")):
+        _prepare(tmp_path, "overwrite=true", chat_template=template)
+
+
+def test_overwrite_wants_to_see_that_the_folder_is_ours(tmp_path: Path) -> None:
+    project = tmp_path / "out"
+    (project / "logs").mkdir(parents=True)
+    (project / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"would delete logs in it, and no run has left its status\.json"):
+        _prepare(tmp_path, "overwrite=true")
+    (project / "logs").rmdir()
+    _prepare(tmp_path, "overwrite=true")  # nothing in it that would go
+
+
+def _checkpoint(folder: Path, step: int, **identity: str) -> Path:
+    """What can be seen of a complete checkpoint without torch."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (path / name).touch()
+    (path / "state.json").write_text(json.dumps({"train": {"step": step}, "identity": identity}), encoding="utf-8")
+    return path
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    _, plan = _prepare(tmp_path)
+    good = {"model": plan.model.hash, "optimizer": "adamw", "data": "d", "lora": "none"}
+    output = tmp_path / "out"
+    newest = _checkpoint(output, 5, **good)
+    _prepare(tmp_path, "resume=auto")
+    _prepare(tmp_path, f"resume={newest}")
+    for override, message in (
+        ("train.optimizer=sgd", "its optimizer is adamw, that of this run sgd"),
+        ("use_lora=true", "its lora is none, that of this run r 8, alpha 16"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            _prepare(tmp_path, "resume=auto", override)
+    other = make_folder(tmp_path / "other", num_hidden_layers=6)
+    with pytest.raises(CheckpointError, match=rf"its model is {plan.model.hash}"):
+        _prepare(tmp_path, "resume=auto", model=str(other))
+    (newest / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: no \.metadata"):
+        _prepare(tmp_path, f"resume={newest}")
+    _prepare(tmp_path, "resume=auto")  # starts: there is no complete one
+    older = _checkpoint(output, 3, **good)
+    with pytest.raises(CheckpointError, match=rf"Use resume={older}"):
+        _prepare(tmp_path, f"resume={output}/checkpoints")
+    (older / "state.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+        _prepare(tmp_path, "resume=auto")
+
+
+def test_a_checkpoint_with_adapters_wants_their_sizes(tmp_path: Path) -> None:
+    _, plan = _prepare(tmp_path)
+    lora = "r 8, alpha 16 on 28 modules and 0 whole (12345678)"
+    _checkpoint(tmp_path / "out", 5, model=plan.model.hash, optimizer="adamw", data="d", lora=lora)
+    _prepare(tmp_path, "resume=auto", "use_lora=true")
+    with pytest.raises(CheckpointError, match=r"its lora is r 8.*that of this run r 4, alpha 16"):
+        _prepare(tmp_path, "resume=auto", "lora.r=4")
+
+
+def test_a_checkpoint_of_another_folder_needs_an_empty_output_folder(tmp_path: Path) -> None:
+    _, plan = _prepare(tmp_path)
+    good = {"model": plan.model.hash, "optimizer": "adamw", "data": "d"}
+    elsewhere = _checkpoint(tmp_path / "first", 5, **good)
+    _prepare(tmp_path, f"resume={elsewhere}")
+    (tmp_path / "out" / "export").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"is not empty, and resume = .* is of another run"):
+        _prepare(tmp_path, f"resume={elsewhere}")
+    _prepare(tmp_path, f"resume={_checkpoint(tmp_path / 'out', 2, **good)}")
+
+
+PATH_KEYS = ["model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir"]
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+@pytest.mark.parametrize("name", ["n" * 300, "a/" * 3000, "a\0b"], ids=["name", "path", "zero"])
+def test_a_name_that_no_file_system_takes_is_refused(tmp_path: Path, key: str, name: str) -> None:
+    tree: dict[str, Any] = {"data": {"train": str(tmp_path / "rows.jsonl")}}
+    set_key(tree, key, name)
+    with pytest.raises(ConfigError, match=rf"^{key} = '.*(too long for a path|zero byte)") as error:
+        _prepare(tmp_path, **tree)
+    assert len(str(error.value)) < 300
+
+
+def test_a_number_of_processes_that_no_machine_starts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"devices = 1000000000000: .*4096 is the most"):
+        _prepare(tmp_path, "dp_shard=1000000000000")
 
 
 def test_other_commands_need_no_data_and_no_output_folder(tmp_path: Path) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 from pathlib import Path
 
 import pytest
 
 from shardwise.launch.stop import StopChannel, StopListener
-from tests.launch.jobs import launched
+from tests.launch.jobs import LAUNCHER, command, launched, prepare
+
+# Becomes the leader of a session on the terminal that it is given, with its three streams, and then the command.
+_ON_TERMINAL = """
+import os, sys
+os.setsid()
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for descriptor in (0, 1, 2):
+    os.dup2(terminal, descriptor)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     with StopListener() as listener:
         assert (listener.signal_name, listener.at_once, listener.seconds_since()) == (None, False, 0.0)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert listener.signal_name is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert (listener.signal_name, listener.at_once) == ("SIGTERM", False)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -23,7 +37,7 @@ def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert (listener.signal_name, listener.at_once) == ("SIGTERM", True)
         assert listener.seconds_since() > 0
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_a_request_is_seen_at_the_other_end() -> None:
@@ -48,6 +62,26 @@ def test_workers_stop_at_a_step_boundary(tmp_path: Path, number: signal.Signals,
     status = job.status()
     assert (status["state"], status["exit_code"], [str(status["step"])]) == ("stopped", code, list(steps))
     assert job.stderr == f"stopped by {number.name}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_job_outlives_its_terminal_and_can_still_be_stopped(tmp_path: Path) -> None:
+    """A session with a terminal of its own, closed while the job runs: the kernel sends SIGHUP."""
+    master, slave = pty.openpty()
+    prepare(tmp_path)
+    arguments = ("-c", LAUNCHER, str(tmp_path), "2", "stoppable")
+    with command(tmp_path, "-c", _ON_TERMINAL, os.ttyname(slave), *arguments) as job:
+        os.close(slave)
+        job.rank_pids(2)
+        steps = tmp_path / "begun-1"
+        os.close(master)
+        at_closing = job.status()["step"]
+        job.wait_for(lambda: job.status()["step"] > at_closing + 5)
+        assert steps.exists()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+    assert (job.status()["state"], job.status()["exit_code"]) == ("stopped", 143)
 
 
 @pytest.mark.slow

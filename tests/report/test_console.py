@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from shardwise.report.console import gradient_line
+from shardwise.report.console import gradient_line, show_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.strategy import resolve
@@ -39,3 +41,22 @@ def test_how_gradients_are_summed(tmp_path: Path, strategy: dict[str, Any], word
 
 def test_nothing_is_said_where_nothing_is_summed_and_nobody_asked(tmp_path: Path) -> None:
     assert _line(tmp_path / "m", tp=2) == ""
+
+
+@pytest.mark.parametrize("name", ["big[v2]", "m[/b]", "a:bug:b", "back\\[bold]", "[red]x[/red]"])
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(tmp_path: Path, name: str) -> None:
+    model = make_spec(tmp_path / "m")
+    run = parse_run({"model": name})
+    split, rows = resolve(run, model, 1)
+    text = io.StringIO()
+    show_plan(run, Plan(model, split, rows, "cpu"), Console(file=text, width=200))
+    assert f"model     {name}: LlamaForCausalLM" in text.getvalue()
+
+
+def test_the_table_of_a_million_million_ranks_is_short(tmp_path: Path) -> None:
+    model = make_spec(tmp_path / "m")
+    run = parse_run({"model": "m", "strategy": {"dp_shard": 10**12, "tp": 2}})
+    split, rows = resolve(run, model, 1)
+    text = io.StringIO()
+    show_plan(run, Plan(model, split, rows, "cpu"), Console(file=text, width=200))
+    assert "and 1999999999984 more ranks" in text.getvalue()

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from shardwise.config import apply_overrides
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
@@ -214,3 +214,11 @@ def test_a_run_resolves_to_its_own_degrees_or_each_remedy_removes_the_refusal(
 def test_no_rank_is_left_without_a_part_of_the_vocabulary(tmp_path: Path) -> None:
     assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, vocab_size=5)) == [1, 2]  # 2, 2, 1, 0
     assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, vocab_size=7)) == [1, 2, 4]  # 2, 2, 2, 1
+
+
+def test_numbers_beyond_all_devices_are_answered_at_once(model: ModelSpec) -> None:
+    tree = {"model": "m", "train": {"global_batch_size": 2**40}, "strategy": {"pp": 2}}
+    strategy, rows = resolve(parse_run(tree), model, 1)
+    assert rows % strategy.micro_batch_size == 0
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size = .*less than or equal to"):
+        parse_run({"model": "m", "train": {"global_batch_size": 2**41}})

@@ -22,9 +22,15 @@ from tests.fixtures import make_model, make_rows
 MakeCallbacks = Callable[[int], list[Callback]]
 
 
-class _NoStop:
+class _Stop:
+    """Asks for a stop from the look number ``after`` (from 1) on; 0: never."""
+
+    def __init__(self, after: int) -> None:
+        self._after, self._looks = after, 0
+
     def requested(self) -> str | None:
-        return None
+        self._looks += 1
+        return "SIGTERM" if self._after and self._looks >= self._after else None
 
 
 @dataclass
@@ -55,25 +61,35 @@ def make_inputs(folder: Path, name: str = "llama") -> Path:
 
 
 def run(
-    inputs: Path, output_dir: Path, overrides: Sequence[str], make_callbacks: MakeCallbacks | None = None
+    inputs: Path,
+    output_dir: Path,
+    overrides: Sequence[str],
+    make_callbacks: MakeCallbacks | None = None,
+    stop_at_look: int = 0,
 ) -> Result:
-    """Train on as many ranks as the overrides say, from the files in ``inputs``."""
+    """Train on as many ranks as the overrides say, from the files in ``inputs``.
+
+    ``stop_at_look``: number of rank 0's look at the stop signal that finds one; 0: none does.
+    """
     paths = [f"model={inputs / 'model'}", f"data.train={inputs / 'rows.jsonl'}", f"output_dir={output_dir}"]
     config, plan = prepare(apply_overrides({}, [*paths, "device=cpu", *overrides]))
     output_dir.mkdir(exist_ok=True)
     (output_dir / "run.yaml").write_text(dump_run(config))
     plan.save(output_dir / "plan.json")
-    ranks = run_distributed(_rank, plan.devices, output_dir, plan.devices, make_callbacks)
+    ranks = run_distributed(_rank, plan.devices, output_dir, plan.devices, make_callbacks, stop_at_look)
     returned, errors, callbacks, terminals = zip(*ranks, strict=True)
     return Result(output_dir, list(returned), list(errors), list(callbacks), terminals[0])
 
 
-def _rank(rank: int, output_dir: Path, world_size: int, make_callbacks: MakeCallbacks | None) -> tuple[Any, ...]:
+def _rank(
+    rank: int, output_dir: Path, world_size: int, make_callbacks: MakeCallbacks | None, stop_at_look: int
+) -> tuple[Any, ...]:
     from shardwise.train.worker import train
 
     os.environ.pop("WANDB_MODE", None)
     terminal = io.StringIO()
-    context = WorkerContext(output_dir, rank, rank, world_size, _NoStop(), terminal if rank == 0 else None)
+    stop, shown = _Stop(stop_at_look), terminal if rank == 0 else None
+    context = WorkerContext(output_dir, rank, rank, world_size, stop, shown)
     callbacks = make_callbacks(rank) if make_callbacks else []
     returned, error = None, ""
     try:

@@ -109,14 +109,15 @@ def test_loss_and_export_are_those_of_plain_transformers(short: Job, inputs: Pat
 def test_a_job_of_torchrun_makes_the_same_run(short: Job, tmp_path: Path) -> None:
     output_dir = tmp_path / "out"
     output_dir.mkdir()
-    run = yaml.safe_load((short.output_dir / "run.yaml").read_text()) | {"output_dir": str(output_dir)}
-    (output_dir / "run.yaml").write_text(yaml.safe_dump(run))
-    (output_dir / "plan.json").write_bytes((short.output_dir / "plan.json").read_bytes())
+    for name in ("run.yaml", "plan.json"):  # as they are: the folder that is named counts, not the key output_dir
+        (output_dir / name).write_bytes((short.output_dir / name).read_bytes())
+    before = (short.output_dir / "metrics.jsonl").read_bytes()
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
     where = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
     with command(output_dir, *torchrun, *where, "-m", "shardwise.launch.worker", str(output_dir)) as job:
         assert job.wait() == 0, job.stderr
     assert job.status() == short.status()
+    assert (short.output_dir / "metrics.jsonl").read_bytes() == before
     assert _weights(output_dir) == _weights(short.output_dir)
 
 
