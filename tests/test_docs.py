@@ -242,6 +242,7 @@ COMMANDS: dict[str, Check] = {
     "shardwise train run.yaml tp=1 pp=4": is_valid_run,
     "shardwise train run.yaml tp=2 train.epochs=1": is_valid_run,
     "shardwise train examples/pipeline_data.yaml": is_valid_run,
+    "shardwise train examples/llama2-7b-lora.yaml": is_valid_run,
     "shardwise train run.yaml log.report_to=tensorboard": is_valid_run,
     "shardwise train run.yaml data.eval=FILE.jsonl eval.strategy=epoch train.early_stopping_patience=2": is_valid_run,
     "shardwise train run.yaml log.profile_steps=3-5": is_valid_run,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import load_yaml
+from shardwise.launch.resolve import prepare
 from shardwise.spec.rules import parse_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -75,6 +76,19 @@ def test_rows_fit_the_token_budget_of_the_model() -> None:
     lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
     assert max(lengths) <= MAX_TOKENS
     assert all(text == tokenizer.decode(ids) for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True))
+
+
+def test_the_example_of_true_size_is_llama_2_and_fits_its_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run, plan = prepare(load_yaml(str(EXAMPLES / "llama2-7b-lora.yaml")) | {"output_dir": str(tmp_path)})
+    assert plan.model.num_parameters == 6_738_415_616
+    assert (plan.devices, plan.strategy.pp, plan.strategy.tp, plan.num_micro_batches) == (8, 4, 2, 4)
+    assert (run.train.precision, run.lora is not None) == ("bf16", True)
+    rows = [json.loads(line) for line in Path(run.data.train or "").read_text(encoding="utf-8").splitlines()]
+    assert {len(row["input_ids"]) for row in rows} == {32}
+    assert plan.global_batch_size * 32 == 128
 
 
 @pytest.mark.parametrize(("name", "devices"), [("quickstart.yaml", 6), ("pipeline_data.yaml", 4)])
