@@ -92,8 +92,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="length of an answer at most")] = 64,
 ) -> None:
     """Answer prompts with a model, greedily, by plain transformers in one process."""
+    from shardwise.launch.paths import check_path
     from shardwise.models.generate import generate as answer
 
+    check_path("folder", str(folder))
     for prompt, text in zip(prompts, answer(folder, prompts, max_new_tokens), strict=True):
         print(f"> {prompt}\n{text}")
 
@@ -115,7 +117,10 @@ def export(
     if not merge:
         raise ConfigError("export without --merge", NOT_AVAILABLE, "Add --merge to fold an adapter into its base model")
     from shardwise.checkpoint.merge import merge as write_merged
+    from shardwise.launch.paths import check_path
 
+    for key, path in (("source", source), ("out", out), ("base", base)):
+        check_path(key, None if path is None else str(path))
     comparison = write_merged(source, out, base)
     print(comparison, file=sys.stderr, flush=True)
     print(out, flush=True)
@@ -148,6 +153,7 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.log import say
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
+    from shardwise.train.previous import put_back
 
     run, plan = prepare(tree)  # the folder stays claimed until this process ends
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
@@ -157,8 +163,12 @@ def _train(tree: dict[str, Any]) -> int:
     if nodes.rank:  # machine 0 makes the folder and tells how the run went
         output_dir.mkdir(parents=True, exist_ok=True)
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
-    show_plan(run, plan, console)
-    code = launch(output_dir, plan.devices, env=env, nodes=nodes)
+    try:
+        show_plan(run, plan, console)
+        code = launch(output_dir, plan.devices, env=env, nodes=nodes)
+    except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
+        put_back(output_dir)
+        raise
     export = output_dir / "export"
     if code == 0 and run.save.export:
         say("exported adapter:" if run.lora else "exported model:")

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError
+from shardwise.launch.paths import check_path
 from shardwise.launch.place import PRESETS
 from shardwise.launch.script import Script
 
@@ -51,6 +52,7 @@ def run_script(script: Path, arguments: list[str], entries: list[str]) -> NoRetu
     Raises:
         ConfigError: no such file, or an entry that is no ``key=value``.
     """
+    check_path("script", str(script))
     if not script.is_file():
         raise ConfigError(f"script {script}", "there is no such file", "Name a Python file")
     tree = apply_overrides({}, entries)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.launch.paths import check_path
 from shardwise.spec.model import find_model
 
 # What a run needs of a hub's folder: no pickled weights, no other formats of the same.
@@ -24,6 +25,7 @@ def locate_model(name: str, models_dir: str | Path | None, *, only_config: bool 
     Raises:
         ConfigError: found nowhere; the message lists where it was looked for.
     """
+    check_path("model", name)
     try:
         return find_model(name, models_dir)
     except ConfigError as error:

@@ -20,6 +20,7 @@ from shardwise.launch.compiler import check_compiler
 from shardwise.launch.hub import locate_model
 from shardwise.launch.lock import claim
 from shardwise.launch.nodes import local_processes, nodes_of
+from shardwise.launch.paths import check_path, is_path, local_path
 from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
@@ -35,7 +36,6 @@ from shardwise.train.previous import HEADER, RESULTS, checkpoints_now, put_back,
 
 # What a run leaves that was refused before its first step: nothing that another run would have to spare.
 _TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
-_MAX_NAME, _MAX_PATH = 255, 4096  # bytes, of a part of a path and of all of it (linux/limits.h)
 _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
@@ -59,7 +59,8 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     """
     tree, notes = translate(tree)
     run = parse_run(tree)
-    check_paths(run)
+    for key in _PATH_KEYS:
+        check_path(key, get(run, key))
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
     model = read_model(folder)
@@ -149,14 +150,19 @@ def write_run(run: RunConfig, plan: Plan) -> Path:
     What they replace is set aside until the run has made a step.
 
     Raises:
-        ConfigError: another run is at work in the folder.
+        ConfigError: another run is at work in the folder, or it cannot be written to.
     """
     output_dir = local_path(run.output_dir)
     claim(output_dir)
     put_back(output_dir)  # of an attempt that was killed
     set_aside(output_dir, RESULTS if run.overwrite else HEADER)
-    (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
-    plan.save(output_dir / "plan.json")
+    try:
+        (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
+        plan.save(output_dir / "plan.json")
+    except OSError as error:
+        put_back(output_dir)
+        rule = f"cannot be written to ({error.strerror})"
+        raise ConfigError(f"output_dir = {run.output_dir!r}", rule, "Make room, or name another folder") from None
     return output_dir
 
 
@@ -173,29 +179,6 @@ def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
             continue
         rule = "is a folder" if local_path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
-
-
-def local_path(name: str) -> Path:
-    """The path of this name by its UTF-8 bytes: under LC_ALL=C the interpreter does not encode what is no ASCII."""
-    return Path(os.fsdecode(name.encode("utf-8", "surrogateescape")))
-
-
-def check_paths(run: RunConfig) -> None:
-    """Refuse names that no file system takes; asking it about one is an error, not a no.
-
-    Raises:
-        ConfigError: the key, the beginning of its value, and the limit.
-    """
-    for key in _PATH_KEYS:
-        name = get(run, key)
-        encoded = (name or "").encode("utf-8", "surrogateescape")
-        longest = max(map(len, encoded.split(b"/")))
-        shown = f"{key} = {name!r}" if name is None or len(name) < 100 else f"{key} = {name[:60]!r}..."
-        if longest > _MAX_NAME or len(encoded) > _MAX_PATH:
-            rule = f"is too long for a path: {longest} bytes between two slashes, {len(encoded)} in all"
-            raise ConfigError(shown, rule, f"The most are {_MAX_NAME} and {_MAX_PATH}")
-        if b"\0" in encoded:
-            raise ConfigError(shown, "holds a zero byte, which no path can", "Remove it")
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -252,7 +235,7 @@ def _check_is_ours(output: Path) -> None:
 def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
     inputs = {"model": str(model_folder), **{key: get(run, key) for key in _INPUT_KEYS}}
     for key, name in inputs.items():
-        if name is None or len(os.fsencode(name)) > _MAX_PATH or "\n" in name:  # a chat template may be its own text
+        if name is None or not is_path(name):  # a chat template may be its own text
             continue
         path, value = local_path(name).resolve(), f"output_dir = {run.output_dir!r}"
         for result in RESULTS:

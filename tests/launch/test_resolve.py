@@ -12,6 +12,7 @@ import pytest
 from shardwise.config import apply_overrides, load_yaml, set_key
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch import resolve as module
+from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import choose_device, count_devices, prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
@@ -281,6 +282,37 @@ def test_a_name_that_no_file_system_takes_is_refused(tmp_path: Path, key: str, n
     with pytest.raises(ConfigError, match=rf"^{key} = '.*(too long for a path|zero byte)") as error:
         _prepare(tmp_path, **tree)
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("command", [["generate", "NAME", "Why?"], ["export", "--merge", "NAME", "x"], ["run", "NAME"]])
+def test_other_commands_refuse_it_too(command: list[str]) -> None:
+    from typer.testing import CliRunner
+
+    from shardwise import cli
+
+    words = [word.replace("NAME", "n" * 300) for word in command]
+    with pytest.raises(ConfigError, match=r"^(folder|source|script) = 'n+'\.\.\.: is too long for a path"):
+        CliRunner().invoke(cli.app, words, catch_exceptions=False)
+
+
+def test_a_folder_that_takes_no_file_is_refused_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = _prepare(tmp_path, "overwrite=true")
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "plan.json").write_text("old")
+
+    def full(self: Plan, path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Plan, "save", full)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be written to \(No space left on device\)"):
+            module.write_run(run, plan)
+    finally:
+        release_all()
+    assert [(path.name, path.read_text()) for path in output.iterdir()] == [("plan.json", "old")]
 
 
 def test_a_number_of_processes_that_no_machine_starts_is_refused(tmp_path: Path) -> None:
