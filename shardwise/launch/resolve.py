@@ -36,6 +36,7 @@ from shardwise.train.previous import HEADER, RESULTS, checkpoints_now, put_back,
 
 # What a run leaves that was refused before its first step: nothing that another run would have to spare.
 _TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
+_FIRST_TRACES = frozenset([".lock", "logs"])  # another machine of the same job may have been faster
 _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
@@ -155,7 +156,7 @@ def write_run(run: RunConfig, plan: Plan) -> Path:
     output_dir = local_path(run.output_dir)
     claim(output_dir)
     put_back(output_dir)  # of an attempt that was killed
-    set_aside(output_dir, RESULTS if run.overwrite else HEADER)
+    set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
     try:
         (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
         plan.save(output_dir / "plan.json")
@@ -224,12 +225,19 @@ def check_output(run: RunConfig, model_folder: Path, nodes: Nodes | None = None)
 
 
 def _check_is_ours(output: Path) -> None:
-    """``overwrite`` in a folder that no run has written, such as a project's own, would delete a foreign ``logs``."""
+    """``overwrite`` in a folder that no run has written, such as a project's own, would delete foreign files.
+
+    A ``logs`` alone stays: it may also be that of another machine of this job.
+    """
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    lost = ", ".join(sorted(names & set(RESULTS)))
-    if lost and not names & {"status.json", "plan.json"}:
+    lost = ", ".join(sorted(names & set(RESULTS) - _FIRST_TRACES))
+    if lost and not _is_ours(output):
         rule = f"overwrite would delete {lost} in it, and no run has left its status.json or plan.json there"
         raise ConfigError(f"output_dir = {str(output)!r}", rule, "Name another folder, or remove them by hand")
+
+
+def _is_ours(output: Path) -> bool:
+    return any((output / name).exists() for name in ("status.json", "plan.json"))
 
 
 def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
@@ -247,7 +255,7 @@ def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> 
 def _holds_results(output: Path) -> bool:
     """A folder in which a run was refused before it began counts as empty; one that has no status is not ours."""
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    return not names <= (_TRACES if "status.json" in names else {".lock"})
+    return not names <= (_TRACES if "status.json" in names else _FIRST_TRACES)
 
 
 def _has_cuda() -> bool:

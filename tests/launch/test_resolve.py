@@ -205,12 +205,25 @@ def test_overwrite_deletes_no_input(tmp_path: Path) -> None:
 
 def test_overwrite_wants_to_see_that_the_folder_is_ours(tmp_path: Path) -> None:
     project = tmp_path / "out"
-    (project / "logs").mkdir(parents=True)
-    (project / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"would delete logs in it, and no run has left its status\.json"):
+    (project / "export").mkdir(parents=True)
+    (project / "logs").mkdir()
+    (project / "logs" / "mine.log").touch()
+    with pytest.raises(ConfigError, match=r"would delete export in it, and no run has left its status\.json"):
         _prepare(tmp_path, "overwrite=true")
-    (project / "logs").rmdir()
-    _prepare(tmp_path, "overwrite=true")  # nothing in it that would go
+    (project / "export").rmdir()
+    run, plan = _prepare(tmp_path, "overwrite=true")  # nothing in it that would go
+    try:
+        module.write_run(run, plan)
+    finally:
+        release_all()
+    assert {path.name for path in project.iterdir()} == {"logs", "run.yaml", "plan.json"}
+    assert (project / "logs" / "mine.log").exists()
+
+
+def test_logs_alone_are_no_results(tmp_path: Path) -> None:
+    """Another machine of the same job may have made them, before this one looks."""
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    _prepare(tmp_path)
 
 
 def _checkpoint(folder: Path, step: int, **identity: str) -> Path:
