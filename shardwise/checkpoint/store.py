@@ -8,7 +8,6 @@ layout loads under any other. A checkpoint is a folder ``checkpoints/step-000000
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,12 +21,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import save_error, writing
+from shardwise.checkpoint.listing import STATE_FILE, checkpoint_name, complete_checkpoints, step_of
 from shardwise.errors import CheckpointError
 from shardwise.spec.layout import ParamLayout
 
-STATE_FILE = "state.json"
 SUPERSEDED = "superseded"
-_NAME = re.compile(r"step-(\d{8,})")
 
 
 class SlicedTensor(torch.Tensor):
@@ -66,17 +64,6 @@ class SlicedTensor(torch.Tensor):
 def tensor_state(values: Iterable[tuple[ParamLayout, torch.Tensor]], prefix: str) -> dict[str, SlicedTensor]:
     """``{prefix.name: slice}``; the copy of a tied weight goes by its owner's name."""
     return {f"{prefix}.{layout.source}": SlicedTensor.of(data, layout) for layout, data in values}
-
-
-def checkpoint_name(step: int) -> str:
-    """``step-00000010``: eight digits, so that names sort as steps do."""
-    return f"step-{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest step first (by number, not by name or time)."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / STATE_FILE).exists() and (path / ".metadata").exists()]
 
 
 def save_checkpoint(
@@ -122,21 +109,6 @@ def save_checkpoint(
     return final
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON state that was saved with a checkpoint.
-
-    Raises:
-        CheckpointError: not a complete checkpoint.
-    """
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            str(checkpoint), f"not a complete checkpoint ({error})", "Give a folder checkpoints/step-*"
-        ) from error
-    return state
-
-
 def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor]) -> None:
     """Fill ``tensors`` in place with their slices; each rank reads only what it holds.
 
@@ -161,8 +133,8 @@ def supersede(folder: Path, step: int) -> list[Path]:
         Where they are now. Called by one rank before the first step.
     """
     moved = []
-    for path in list_checkpoints(folder):
-        if read_step(path) > step:
+    for path in complete_checkpoints(folder):
+        if (step_of(path) or 0) > step:
             target = folder / SUPERSEDED / path.name
             number = 1
             while target.exists():
@@ -173,14 +145,7 @@ def supersede(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def read_step(checkpoint: Path) -> int:
-    """The step that a checkpoint's name tells."""
-    match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None, checkpoint
-    return int(match[1])
-
-
 def rotate(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints; called by one rank after a new one is complete."""
-    for path in list_checkpoints(folder)[:-keep]:
+    for path in complete_checkpoints(folder)[:-keep]:
         shutil.rmtree(path)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.listing import saved_state
 from shardwise.checkpoint.store import (
     SlicedTensor,
     load_checkpoint,
-    read_state,
     tensor_state,
 )
 from shardwise.config import flatten
@@ -75,7 +75,7 @@ def restore(checkpoint: Path, identity: RunIdentity, model: ParallelModel, optim
     Raises:
         CheckpointError: a checkpoint of another model, optimizer or data set, or an incomplete one.
     """
-    saved = read_state(checkpoint)
+    saved = saved_state(checkpoint)
     identity.check(saved["identity"], checkpoint)
     load_checkpoint(checkpoint, all_tensors(model, optimizer))
     state = TrainState.from_json(saved["train"])

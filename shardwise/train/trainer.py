@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
 from shardwise.checkpoint.export import export_model, write_whole
+from shardwise.checkpoint.listing import CHECKPOINTS
 from shardwise.checkpoint.store import rotate, save_checkpoint, supersede
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
@@ -22,7 +23,7 @@ from shardwise.spec.run import RunConfig
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
 from shardwise.train.dispatch import Dispatcher
-from shardwise.train.identity import CHECKPOINTS, RunIdentity
+from shardwise.train.identity import RunIdentity
 from shardwise.train.lr import learning_rate
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer

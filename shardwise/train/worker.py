@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
@@ -23,7 +24,7 @@ from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.early_stopping import EarlyStopping
-from shardwise.train.identity import CHECKPOINTS, RunIdentity, chosen_checkpoint, saved_state
+from shardwise.train.identity import RunIdentity, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from shardwise import cli
 from shardwise.checkpoint.adapter import write_adapter
 from shardwise.checkpoint.companions import Companions
+from shardwise.checkpoint.listing import complete_checkpoints
 from shardwise.checkpoint.merge import merge
-from shardwise.checkpoint.store import list_checkpoints, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.store import load_checkpoint, save_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.adapter_folder import find_adapter
 from shardwise.models.init import fill_random
@@ -84,7 +85,7 @@ def _train(rank: int, case: LoraCase, folder: Path, resume: bool) -> list[float 
         for shard in model.shards:
             if shard.parameter.requires_grad:  # what is loaded must replace all of it
                 shard.data.fill_(float("nan"))
-        load_checkpoint(list_checkpoints(folder)[-1], all_tensors(model, optimizer))
+        load_checkpoint(complete_checkpoints(folder)[-1], all_tensors(model, optimizer))
         optimizer.set_num_updates(SAVED_AT)
     losses = []
     for step in range(STEPS if resume else SAVED_AT):
@@ -153,7 +154,7 @@ def test_resumed_under_another_layout_and_read_by_plain_peft(
 def test_a_checkpoint_holds_no_frozen_weight(root: Path, tmp_path: Path) -> None:
     case = _case(root, "all", "one")
     run_distributed(_train, 1, case, tmp_path, False)
-    metadata = dcp.FileSystemReader(list_checkpoints(tmp_path)[-1]).read_metadata()
+    metadata = dcp.FileSystemReader(complete_checkpoints(tmp_path)[-1]).read_metadata()
     trained = {own_name(name) for name in load_file(case.adapter / "adapter_model.safetensors")}
     prefixes = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     assert set(metadata.state_dict_metadata) == {f"{prefix}.{name}" for prefix in prefixes for name in trained}

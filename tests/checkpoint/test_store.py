@@ -16,11 +16,9 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
+from shardwise.checkpoint.listing import STATE_FILE, checkpoint_name, complete_checkpoints
 from shardwise.checkpoint.store import (
-    STATE_FILE,
     SlicedTensor,
-    checkpoint_name,
-    list_checkpoints,
     load_checkpoint,
     rotate,
     save_checkpoint,
@@ -50,7 +48,7 @@ def _train(rank: int, case: Case, folder: Path, resume: bool) -> tuple[list[floa
     if resume:
         for shard in model.shards:  # what is loaded must replace all of it
             shard.data.fill_(float("nan"))
-        load_checkpoint(list_checkpoints(folder)[-1], all_tensors(model, optimizer))
+        load_checkpoint(complete_checkpoints(folder)[-1], all_tensors(model, optimizer))
         optimizer.set_num_updates(SAVED_AT)
     border = _state(model, optimizer) if resume else []
     losses = []
@@ -146,12 +144,12 @@ def _save_two(rank: int, folder: Path, source: Path) -> None:
 
 def test_the_newest_by_step_stay_and_incomplete_ones_do_not_count(tmp_path: Path) -> None:
     run_distributed(_save_two, 2, tmp_path, tmp_path)
-    names = [path.name for path in list_checkpoints(tmp_path)]
+    names = [path.name for path in complete_checkpoints(tmp_path)]
     assert names == ["step-00000010", "step-00000011"]
     for name in names:
         os.utime(tmp_path / name, (0, 0))
     (tmp_path / "step-00000011" / STATE_FILE).unlink()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000010"]
 
 
 def _load_wrong(rank: int, folder: Path, name: str, shape: tuple[int, ...]) -> str:
@@ -164,7 +162,7 @@ def _load_wrong(rank: int, folder: Path, name: str, shape: tuple[int, ...]) -> s
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     run_distributed(_save_two, 1, tmp_path, tmp_path)
-    newest = list_checkpoints(tmp_path)[-1]
+    newest = complete_checkpoints(tmp_path)[-1]
     assert "no model.other" in run_distributed(_load_wrong, 1, newest, "model.other", (3,))[0]
     assert "shape (3,)" in run_distributed(_load_wrong, 1, newest, "model.w", (4,))[0]
     assert json.loads((newest / STATE_FILE).read_text()) == {}
@@ -176,13 +174,15 @@ def test_checkpoints_beyond_a_resumed_step_are_supersede_and_kept(tmp_path):
         folder.mkdir()
         (folder / "state.json").write_text(str(step))
         (folder / ".metadata").touch()
+        (folder / "0.distcp").touch()
     moved = supersede(tmp_path, 2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002"]
     assert [(path / "state.json").read_text() for path in moved] == ["4", "6"]
     again = tmp_path / checkpoint_name(4)
     again.mkdir()
     (again / "state.json").write_text("4 again")
     (again / ".metadata").touch()
+    (again / "0.distcp").touch()
     assert [(path / "state.json").read_text() for path in supersede(tmp_path, 3)] == ["4 again"]
     assert sorted((path / "state.json").read_text() for path in (tmp_path / "superseded").iterdir()) == [
         "4",
@@ -221,4 +221,4 @@ def test_55_a_full_disk_is_one_message_and_costs_nothing_that_is_complete(tmp_pa
         assert "Traceback" not in message
     assert "File too large" in errors[0][0]
     assert (tmp_path / "export" / "kept").exists()
-    assert list_checkpoints(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []
