@@ -177,7 +177,8 @@ def _write_headers(folder: Path, files: Mapping[str, list[str]], tensors: Mappin
 
 def _write_box(folder: Path, place: _Place, tensor: StoredTensor, ranges: Ranges, box: torch.Tensor) -> None:
     """Write a box of a tensor, run by run; a full disk is an error here (a mapped file would kill the process)."""
-    bits = memoryview(box.to(tensor.dtype).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    values = torch.empty(box.shape, dtype=tensor.dtype).copy_(box)
+    bits = memoryview(values.reshape(-1).view(torch.uint8).numpy())
     starts, length = contiguous_runs(tensor.shape, ranges)
     size, path = tensor.dtype.itemsize, folder / place.file
     with writing(path), path.open("r+b", buffering=0) as file:
