@@ -125,14 +125,15 @@ class TrainingArguments:
 
     def _take_length(self) -> None:
         epochs = self.given.get("num_train_epochs", self.given.get("epochs"))
-        steps = self.given.get("max_steps")
+        steps = _whole_number("max_steps", self.given.get("max_steps"))
         if steps is not None and steps > 0:
             self._put("train.max_steps", steps, "max_steps")
             if epochs is not None:
                 self.notes.append(f"epochs = {epochs} has no effect: max_steps = {steps} wins, as Hugging Face has it")
         elif epochs is not None:
-            if epochs != int(epochs):
-                raise ConfigError(f"epochs = {epochs}", "must be a whole number", "Use max_steps for parts of an epoch")
+            if isinstance(epochs, bool) or not isinstance(epochs, int | float) or epochs != int(epochs):
+                rule = "must be a whole number"
+                raise ConfigError(f"epochs = {epochs!r}", rule, "Use max_steps for parts of an epoch")
             self._put("train.epochs", int(epochs), "epochs")
 
     def _take_steps(self) -> None:
@@ -207,6 +208,19 @@ def _bf16(args: TrainingArguments, value: Any, name: str) -> None:
         args._put("train.precision", "fp32", name)
 
 
+def _whole_number(name: str, value: Any) -> int | None:
+    """``value`` as an int, None where it is None; 2.0 counts as 2.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ConfigError(f"{name} = {value!r}", "must be a whole number", f"Use {name}=1")
+    return int(value)
+
+
 def _recompute(args: TrainingArguments, value: Any, name: str) -> None:
     if value:
         args._put("strategy.recompute", "full", name)
@@ -219,9 +233,7 @@ def _sampling(args: TrainingArguments, value: Any, name: str) -> None:
 
 
 def _logging(args: TrainingArguments, value: Any, name: str) -> None:
-    if isinstance(value, float) and value != int(value):
-        raise ConfigError(f"{name} = {value!r}", "must be a whole number of steps", "Use logging_steps=1")
-    args._put("log.steps", int(value), name)
+    args._put("log.steps", _whole_number(name, value) or 1, name)
 
 
 def _evaluation(args: TrainingArguments, value: Any, name: str) -> None:

@@ -107,7 +107,7 @@ HARMLESS: dict[str, str] = {
     "local_rank": "the launcher gives it",
     "use_cache": "training never caches keys and values",
     "torch_empty_cache_steps": _ENGINE,
-    "restore_callback_states_from_checkpoint": "callbacks keep no state in checkpoints",
+    "restore_callback_states_from_checkpoint": "callbacks keep their state in checkpoints by themselves",
     "hub_token": "nothing is pushed",
     "hub_private_repo": "nothing is pushed",
     "hub_model_id": "nothing is pushed",

@@ -100,6 +100,7 @@ class Session:
             found = self._trainer.evaluate()
             if isinstance(found, str):
                 raise Stopped(found)
+        self._finish()
         loss, num_tokens = found
         return {"eval_loss": loss, "eval_tokens": num_tokens}
 
@@ -108,6 +109,12 @@ class Session:
         with _Telling(self._worker, self.context):
             self._trainer.export(folder)
             self._save_tokenizer(folder or self.context.output_dir / "export")
+        self._finish()
+
+    def _finish(self) -> None:
+        """Under a foreign launcher nobody else writes how the job ended: so far, well."""
+        if self.context.rank == 0 and not self._worker.place.ours:
+            finish_status(self.context.output_dir, state="done", exit_code=0)
 
     def _save_tokenizer(self, folder: Path) -> None:
         """A tokenizer that the script has brought (and perhaps changed) belongs to the model."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from shardwise.spec.weight_files import INDEX_FILE, WEIGHTS_FILE
 from shardwise.units import format_bytes
 
 MAX_FILE_BYTES = 5 * 10**9
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes in a file's header
 
 
@@ -47,6 +49,8 @@ def export_model(
     shards: Iterable[Shard],
     dtype: torch.dtype,
     naming: Naming | None = None,
+    *,
+    replace: bool = True,
 ) -> None:
     """Write ``folder`` from all ranks together; it appears under its name when it is complete.
 
@@ -55,6 +59,7 @@ def export_model(
         shapes: name -> shape of every parameter of the whole model, in the order of the files.
         dtype: dtype of the tensors in the files.
         naming: tensors, dtypes and files in place of ``shapes`` and ``dtype``, as the input has them.
+        replace: the folder is the run's own, and what it held goes; else its other files stay.
     """
     if naming is None:
         naming = plain_naming(shapes, dtype)
@@ -65,7 +70,32 @@ def export_model(
             source.copy_to(draft)
         write_files(draft, files, naming, [(shard.layout.name, shard) for shard in shards])
 
-    write_whole(folder, write)
+    write_whole(folder, write) if replace else write_into(folder, write)
+
+
+def write_into(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let all ranks ``write`` into a draft inside ``folder``, whose files then take their places one by one.
+
+    What else the folder holds is the user's and stays; weight files of an earlier export, which the new ones do not
+    replace by name, are removed.
+    """
+    folder = folder.absolute()
+    draft = folder / ".export.draft"
+    with writing(folder):
+        if dist.get_rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        dist.barrier()
+        write(draft)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in folder.iterdir():
+                if _WEIGHTS.fullmatch(path.name) and not (draft / path.name).exists():
+                    path.unlink()
+            for path in list(draft.iterdir()):
+                path.replace(folder / path.name)
+            draft.rmdir()
+    dist.barrier()
 
 
 def write_whole(folder: Path, write: Callable[[Path], None]) -> None:

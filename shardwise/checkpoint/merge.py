@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checkpoint.companions import TOKENIZER_FILES, copy_files
+from shardwise.checkpoint.export import writing
 from shardwise.errors import ConfigError
 from shardwise.models.adapter_folder import base_folder, find_adapter, load_with_adapter
 from shardwise.models.lora import has_adapter
@@ -73,7 +74,8 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
     del model
     if was_tied:
         _settle_tie(merged)
-    merged.to(stored).save_pretrained(out)
+    with writing(out):
+        merged.to(stored).save_pretrained(out)
     del merged
     for holder in (folder, adapter):  # the adapter's own tokenizer files, else those of its base
         copy_files(holder, out, TOKENIZER_FILES)

@@ -30,7 +30,7 @@ from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.log import loggers_to_file, say
 from shardwise.spec.run import SaveConfig
-from shardwise.train.previous import discard, put_back
+from shardwise.train.previous import put_back
 from shardwise.train.status import FILE_NAME as STATUS_FILE
 from shardwise.train.status import Status, finish_status, read_status, write_status
 
@@ -156,10 +156,9 @@ def _tell(work: Work, outcome: Outcome) -> int:
 
 
 def _settle(folder: Path, changes: Changes) -> None:
-    """``status.json``; and what the job had set aside is back where it was if the job has made no step."""
-    if changes["state"] == "done":
-        discard(folder)
-    elif put_back(folder):
+    """``status.json``; and what the job had set aside is back where it was if the job has made no step: with its
+    first one it would have discarded it."""
+    if put_back(folder):
         before = read_status(folder) or Status()
         write_status(folder, Status(step=before.step, checkpoint=before.checkpoint))
     finish_status(folder, **changes)

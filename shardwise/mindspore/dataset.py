@@ -128,6 +128,7 @@ class GeneratorDataset:
 
     def take(self, count: int) -> GeneratorDataset:
         """Use only the first rows."""
+        self._refuse_after_batch("take")
         result = self._copy()
         count = _positive("take", count)
         result._limit = count if self._limit is None else min(count, self._limit)
@@ -135,11 +136,18 @@ class GeneratorDataset:
 
     def skip(self, count: int) -> GeneratorDataset:
         """Leave out the first rows."""
+        self._refuse_after_batch("skip")
         result = self._copy()
         result._skipped += _positive("skip", count)
         if result._limit is not None:
             result._limit = max(0, result._limit - count)
         return result
+
+    def _refuse_after_batch(self, name: str) -> None:
+        """In MindSpore it then counts batches, or the repeated rows; here it counts rows of the source."""
+        if self.batch_size_given is not None or self._repeats > 1:
+            rule = "counts rows, and stands before batch and repeat"
+            raise ConfigError(f"{name}() after batch() or repeat()", rule, f"Call {name}(ROWS) first")
 
     def get_batch_size(self) -> int:
         """Rows of a batch, 1 where :meth:`batch` has not been called."""

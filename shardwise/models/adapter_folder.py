@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -22,7 +23,8 @@ def find_adapter(source: Path) -> Path:
     Raises:
         ConfigError: none of them is there.
     """
-    checkpoints = sorted(source.glob("checkpoints/step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    steps = {path: path.name.partition("-")[2] for path in source.glob("checkpoints/step-*")}
+    checkpoints = sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
     looked_for = [source, source / "adapter", source / "export", *(path / "adapter" for path in reversed(checkpoints))]
     for folder in looked_for:
         if (folder / CONFIG_FILE).is_file():
@@ -44,7 +46,10 @@ def base_folder(adapter: Path, base: Path | None = None) -> Path:
     Raises:
         ConfigError: it is not there, or holds no weights.
     """
-    named = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    try:
+        named = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(str(adapter / CONFIG_FILE), f"cannot be read ({error})", "Copy it again") from None
     folder = base or Path(named or "")
     remedy = "Give the folder of the base model with --base FOLDER"
     if not (folder / "config.json").is_file():
@@ -71,8 +76,8 @@ def load_with_adapter(adapter: Path, base: Path) -> Any:
         warnings.simplefilter("always")
         try:
             loaded = PeftModel.from_pretrained(model, str(adapter)).eval()
-        except (RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
+        except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CheckpointError(str(adapter), f"does not fit the model in {base} ({first})", remedy) from None
     missing = next((str(w.message) for w in told if "missing adapter keys" in str(w.message)), None)
     if missing is not None:

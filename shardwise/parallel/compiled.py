@@ -39,6 +39,11 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device, compiled: 
         block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True)  # type: ignore[method-assign]
 
 
+def has_dropout_layers(model: nn.Module) -> bool:
+    """Whether a model, before any split, has dropout layers that draw; its blocks then do not compile."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 class CompileClock:
     """Counts the seconds that this process spends in compiling, whenever that happens."""
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import PlanError
@@ -43,6 +45,7 @@ def prove_tensor_plan(model: PreTrainedModel, mesh: Mesh) -> None:
     value, remedy = f"strategy.tp = {degree}", "Use tp=1, and pp or dp_shard in its place"
     try:
         whole = _small_copy(model, degree, mesh.device)
+        _refuse_dropout_by_function(whole, value)
         error, where = _largest_error(whole, mesh)
     except PlanError:
         raise
@@ -53,6 +56,38 @@ def prove_tensor_plan(model: PreTrainedModel, mesh: Mesh) -> None:
     if not error <= PROOF:
         rule = f"on a small copy of {type(model).__name__} the split differs from one process ({where}: {error:.1e})"
         raise PlanError(value, rule, remedy)
+
+
+class _Dropouts(TorchFunctionMode):
+    """Notes whether ``F.dropout`` draws on a tensor of the residual stream, which all tensor ranks hold alike."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | (kwargs or {})
+            # Attention weights have a dim of heads, and their masks may differ between tensor ranks.
+            replicated = given["input"].dim() <= 3
+            self.found |= replicated and given.get("training", True) and given.get("p", 0.5) > 0.0
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_dropout_by_function(small: PreTrainedModel, value: str) -> None:
+    """Dropout modules draw by name, the same on all tensor ranks; a function called in a forward cannot be followed.
+
+    Raises:
+        PlanError: the model draws dropout on replicated tensors by a function.
+    """
+    trained = copy.deepcopy(small).train()
+    for module in trained.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(trained.parameters()).device)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Dropouts() as seen:
+        trained(input_ids=ids, use_cache=False)
+    if seen.found:
+        rule = f"{type(small).__name__} drops out of tensors that all tensor ranks hold, and their masks would differ"
+        raise PlanError(value, rule, "Use tp=1, or set the residual and embedding dropout in its config.json to 0")
 
 
 def _small_copy(model: PreTrainedModel, degree: int, device: torch.device) -> PreTrainedModel:

@@ -45,6 +45,10 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
         show_line(console, "gradients", gradients)
     console.print(_rank_table(plan))
     show_line(console, "batch", batch_equation(plan))
+    missing = strategy.pp - plan.num_micro_batches
+    if missing > 0:  # the loader fills them with rows that are not supervised
+        rule = f"{strategy.pp} stages need as many micro-batches: {missing} of {strategy.pp} are empty in each step"
+        show_line(console, "", f"{rule}; a smaller strategy.micro_batch_size fills them")
 
 
 def show_line(console: Console, label: str, text: str) -> None:

@@ -21,9 +21,7 @@ class MetricsFile(Callback):
     may_stop = False
 
     def on_train_begin(self, info: RunInfo) -> None:
-        self._path = info.output_dir / FILE_NAME
-        kept = [line for line in _parsed(_text(self._path)) if int(line["step"]) <= info.first_step]
-        self._path.write_text("".join(map(_dump, kept)), encoding="utf-8")
+        self._path, self._first_step, self._is_cut = info.output_dir / FILE_NAME, info.first_step, False
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._write(metrics)
@@ -32,6 +30,10 @@ class MetricsFile(Callback):
         self._write(metrics)
 
     def _write(self, values: Mapping[str, Any]) -> None:
+        if not self._is_cut:  # not before there is something to put in its place: the run may fail until then
+            kept = [line for line in _parsed(_text(self._path)) if int(line["step"]) <= self._first_step]
+            self._path.write_text("".join(map(_dump, kept)), encoding="utf-8")
+            self._is_cut = True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_dump(values))
 

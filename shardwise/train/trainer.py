@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
-from shardwise.checkpoint.export import export_model, write_whole
+from shardwise.checkpoint.export import export_model, write_into, write_whole
 from shardwise.checkpoint.listing import CHECKPOINTS
 from shardwise.checkpoint.store import rotate, save_checkpoint, supersede
 from shardwise.data.batch import Batch
@@ -91,7 +91,6 @@ class Trainer:
             model=parts.loaded.model,
         )
         try:
-            self._supersede()
             self.callbacks.call("on_train_begin", info)
             stopped, reason = self._run()
             if stopped is None and parts.run.save.export:
@@ -104,15 +103,15 @@ class Trainer:
             parts.meter.close()
         return stopped
 
-    def _supersede(self) -> None:
-        """Checkpoints of steps that are about to be made anew must not be taken for this run's."""
-        if self.parts.context.rank == 0:
-            for path in supersede(self.folder / CHECKPOINTS, self.state.step):
-                self.view.say(f"set aside: {path}, a checkpoint beyond step {self.state.step}")
+    def _supersede(self, first: int) -> None:
+        """With the first step after step ``first``, checkpoints beyond it are of a branch that was left."""
+        if self.parts.context.rank == 0 and self.state.step == first + 1:
+            for path in supersede(self.folder / CHECKPOINTS, first):
+                self.view.say(f"set aside: {path}, a checkpoint beyond step {first}")
 
     def _run(self) -> tuple[str | None, str | None]:
         """The loop. Returns the signal that ended it, and the reason of a callback that did."""
-        run = self.parts.run
+        run, first = self.parts.run, self.state.step
         owed = self.state.owed_evaluation
         stopped = self._evaluate(owed) if owed is not None and self.parts.eval_loader else None
         reason = self.callbacks.stop_reason()
@@ -120,6 +119,7 @@ class Trainer:
         while self.state.step < self.total_steps and not (stopped or reason):
             batch = next(batches)
             stopped = self._step(batch)
+            self._supersede(first)
             epoch_ends = batch.next_state.epoch > batch.epoch
             if self._due(run.eval.strategy, run.eval.steps, epoch_ends):
                 self.state = replace(self.state, owed_evaluation=batch.epoch)
@@ -257,7 +257,7 @@ class Trainer:
         """Write ``export`` or another folder: a Hugging Face folder, or with adapters one in PEFT's format."""
         loaded, target = self.parts.loaded, folder or self.folder / "export"
         if loaded.adapters is not None:
-            write_whole(target, self._write_adapter)
+            (write_whole if folder is None else write_into)(target, self._write_adapter)
             return
         export_model(
             companions(self.parts.run),
@@ -266,6 +266,7 @@ class Trainer:
             loaded.model.shards,
             loaded.export_dtype,
             loaded.naming,
+            replace=folder is None,
         )
 
     def _write_adapter(self, folder: Path) -> None:

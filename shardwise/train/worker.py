@@ -14,6 +14,8 @@ from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
+from shardwise.models.build import build_on_meta
+from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
 from shardwise.spec.plan import Plan
@@ -162,6 +164,8 @@ def _compiled_by_rule(
     run: RunConfig, plan: Plan, num_steps: int, compiler_available: bool, say: Callable[[str], None]
 ) -> RunConfig:
     compiled, why = compile_rule(run, plan, num_steps, compiler_available)
+    if compiled and has_dropout_layers(build_on_meta(Path(run.model), run.attn_implementation)):
+        compiled, why = False, "blocks run eagerly: the model has dropout layers, which do not compile"
     say(f"compile   {why}")
     return run.model_copy(update={"train": run.train.model_copy(update={"compile": compiled})})
 

@@ -139,3 +139,10 @@ def test_an_enumeration_counts_as_its_value() -> None:
     from transformers.trainer_utils import SaveStrategy
 
     assert tree(save_strategy=SaveStrategy.EPOCH) == {"save": {"strategy": "epoch"}}
+
+
+@pytest.mark.parametrize("given", [{"max_steps": "5"}, {"epochs": "2"}, {"logging_steps": "1"}, {"max_steps": 2.5}])
+def test_a_number_that_is_none_is_refused_by_name(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"{name} = .*must be a whole number"):
+        TrainingArguments(**given)

@@ -119,3 +119,11 @@ def test_what_is_refused(make: Callable[[], Any], words: list[str]) -> None:
         make()
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["take", "skip"])
+@pytest.mark.parametrize("before", ["batch", "repeat"])
+def test_counts_of_batches_or_of_repeated_rows_are_refused(name: str, before: str) -> None:
+    data = getattr(GeneratorDataset(["a", "b"], column_names=["text"]), before)(2)
+    with pytest.raises(ConfigError, match=rf"{name}\(\) after batch\(\) or repeat\(\).*Call {name}"):
+        getattr(data, name)(1)

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import PlanError
+from shardwise.models.build import build_on_meta
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.proof import prove_tensor_plan, small_config
 from shardwise.testing import run_distributed
-from tests.parallel.families import family_config
+from tests.parallel.families import family_config, make_family
 from tests.parallel.harness import strategy
 
 # Of true size: what decides is the numbers of heads, and what the configurations switch on.
@@ -78,3 +79,22 @@ def test_the_small_copy_keeps_what_the_degree_divides(tmp_path: Path) -> None:
     assert (small.intermediate_size % 4 > 0, small.vocab_size % 4) == (True, 1)
     assert small.hidden_size == 8 * config.num_attention_heads
     assert config.num_hidden_layers == 4  # the original is untouched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"residual_dropout": 0.1}, {"embedding_dropout": 0.1}, {}])
+def test_dropout_by_function_on_replicated_tensors_is_refused(tmp_path, changes):
+    """Its masks would differ between tensor ranks, and their copies of a weight would drift apart."""
+    folder = make_family(tmp_path / "m", "starcoder2", **changes)
+    (first, second) = run_distributed(_refusal_of_dropout, 2, folder)
+    assert first == second
+    assert ("masks would differ" in first and "tp=1" in first) if changes else first == ""
+
+
+def _refusal_of_dropout(rank, folder):
+    mesh = build_mesh(strategy(4, tp=2), torch.device("cpu"))
+    try:
+        prove_tensor_plan(build_on_meta(folder, None), mesh)
+    except PlanError as error:
+        return str(error)
+    return ""
