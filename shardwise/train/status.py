@@ -31,6 +31,7 @@ class Status:
         error: its first error, in one message.
         checkpoint: newest complete checkpoint, relative to the output folder.
         reason: why a run ended before its last step though nothing failed, None else.
+        first_step: steps that were done before this start, None until it has begun.
     """
 
     state: Literal["running", "done", "refused", "failed", "stopped"] = "running"
@@ -40,6 +41,7 @@ class Status:
     error: str | None = None
     checkpoint: str | None = None
     reason: str | None = None
+    first_step: int | None = None
 
 
 def write_status(output_dir: Path, status: Status) -> None:
@@ -70,7 +72,8 @@ def finish_status(output_dir: Path, **changes: Any) -> Status:
     is written at each step, tells which was the last.
     """
     status = read_status(output_dir) or Status()
-    if status.step is not None:  # rank 0 got as far as its first step; before, the metrics are those of another start
+    made = status.step is not None and status.first_step is not None and status.step > status.first_step
+    if made and status.step is not None:  # before its first step the metrics are those of another start
         changes = {"step": max(status.step, last_step(output_dir))} | changes
     return update_status(output_dir, **changes)
 
@@ -89,11 +92,12 @@ class StatusFile(Callback):
 
     def on_train_begin(self, info: RunInfo) -> None:
         self._folder = info.output_dir
-        self._write(step=info.first_step)
+        self._first_step = info.first_step
+        self._write(step=info.first_step, first_step=info.first_step)
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._fields["step"] = step
-        if time.monotonic() - self._written >= STEP_SECONDS:
+        if step == self._first_step + 1 or time.monotonic() - self._written >= STEP_SECONDS:
             self._write()
 
     def on_save(self, path: Path) -> None:

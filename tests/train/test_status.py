@@ -38,16 +38,20 @@ def test_steps_are_written_once_a_second_and_all_else_at_once(tmp_path: Path, cl
     keeper.on_train_begin(_info(tmp_path))
     assert _step(tmp_path) == 0
     keeper.on_step_end(1, {})
-    assert _step(tmp_path) == 0
+    assert _step(tmp_path) == 1  # the first at once: from now on the metrics are those of this start
+    keeper.on_step_end(2, {})
+    assert _step(tmp_path) == 1
     clock[0] += 1.0
     keeper.on_step_end(2, {})
     assert _step(tmp_path) == 2
     keeper.on_step_end(3, {})
     keeper.on_save(tmp_path / "checkpoints" / "step-00000003")
-    assert read_status(tmp_path) == Status(step=3, checkpoint="checkpoints/step-00000003")
+    assert read_status(tmp_path) == Status(step=3, checkpoint="checkpoints/step-00000003", first_step=0)
     keeper.on_step_end(4, {})
     keeper.on_train_end("enough")
-    assert read_status(tmp_path) == Status(step=4, checkpoint="checkpoints/step-00000003", reason="enough")
+    assert read_status(tmp_path) == Status(
+        step=4, checkpoint="checkpoints/step-00000003", reason="enough", first_step=0
+    )
 
 
 def test_a_failure_that_another_rank_told_is_not_overwritten(tmp_path: Path, clock: list[float]) -> None:
@@ -56,7 +60,7 @@ def test_a_failure_that_another_rank_told_is_not_overwritten(tmp_path: Path, clo
     update_status(tmp_path, state="failed", rank=1, error="no luck")
     clock[0] += 2.0
     keeper.on_step_end(5, {})
-    assert read_status(tmp_path) == Status(state="failed", rank=1, error="no luck", step=5)
+    assert read_status(tmp_path) == Status(state="failed", rank=1, error="no luck", step=5, first_step=0)
 
 
 def test_after_a_kill_the_metrics_tell_the_last_step(tmp_path: Path, clock: list[float]) -> None:
@@ -70,7 +74,7 @@ def test_after_a_kill_the_metrics_tell_the_last_step(tmp_path: Path, clock: list
     metrics.on_evaluate({"kind": "eval", "step": 5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 6, "lo')  # killed while it wrote
-    assert _step(tmp_path) == 0
+    assert _step(tmp_path) == 1  # the first step is written at once
     assert finish_status(tmp_path, state="failed", exit_code=3).step == 5
 
 
