@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import shutil
@@ -85,6 +86,8 @@ class ScriptWorker:
         if not dist.is_initialized():
             timeout = timedelta(seconds=timeout_seconds(os.environ))
             open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group())
+            # A group that is open when the interpreter ends may abort the process: its threads still run.
+            atexit.register(self.close_group)
 
     def close_group(self) -> None:
         """Close the process group, if there is one."""
