@@ -110,6 +110,7 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     import torch
 
     from shardwise.checkpoint.hf import load_slices
+    from shardwise.checkpoint.naming import naming_of_folder
     from shardwise.data.batch import START, Batch
     from shardwise.models.build import build_on_meta
     from shardwise.parallel.apply import parallelize
@@ -125,9 +126,9 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     mesh = build_mesh(Strategy(pp=pp, tp=tp, stages=stages, micro_batch_size=ROWS // pp), torch.device("cpu"))
     meter = MemoryMeter(torch.device("cpu"))
     hf_model = build_on_meta(Path(folder), "sdpa")
-    names = [name for name, _ in hf_model.named_parameters()]
+    naming = naming_of_folder(Path(folder), hf_model)
     model, _ = parallelize(hf_model, mesh)
-    load_slices(Path(folder), model.shards, names)
+    load_slices(Path(folder), model.shards, naming)
     peak_loading = meter.peak_bytes()
     optimizer = Optimizer(model.shards, TrainConfig())
     tokens = torch.randint(0, CONFIG["vocab_size"], (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))

@@ -69,6 +69,7 @@ def ours(setting: Setting) -> Callable[[Tensor, Tensor], float]:
     import torch
 
     from shardwise.checkpoint.hf import load_slices
+    from shardwise.checkpoint.naming import naming_of_folder
     from shardwise.data.batch import START, Batch
     from shardwise.models.build import build_on_meta
     from shardwise.parallel.apply import parallelize
@@ -89,14 +90,9 @@ def ours(setting: Setting) -> Callable[[Tensor, Tensor], float]:
         stages=default_stages(hf_model.config.num_hidden_layers, layout.pp),
     )
     mesh = build_mesh(strategy, torch.device("cpu"))
-    names = [name for name, _ in hf_model.named_parameters(remove_duplicate=False)]
+    naming = naming_of_folder(folder, hf_model)
     model, _ = parallelize(hf_model, mesh)
-    load_slices(
-        folder,
-        model.shards,
-        [s for s in names if s != "lm_head.weight" or not hf_model.config.tie_word_embeddings],
-        names,
-    )
+    load_slices(folder, model.shards, naming)
     optimizer = Optimizer(model.shards, TrainConfig())
     positions = torch.arange(LENGTH).expand(ROWS // layout.dp_shard // rows, rows, LENGTH)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.compose import Ranges, boxes
-from shardwise.checkpoint.naming import Naming, StoredTensor, plain_naming
+from shardwise.checkpoint.naming import Naming, StoredTensor
 from shardwise.checkpoint.safetensors import DTYPES, contiguous_runs
 from shardwise.errors import SaveError
 from shardwise.models.shard import Shard
@@ -43,26 +43,15 @@ class _Place:
 
 
 def export_model(
-    source: Companions,
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    shards: Iterable[Shard],
-    dtype: torch.dtype,
-    naming: Naming | None = None,
-    *,
-    replace: bool = True,
+    source: Companions, folder: Path, naming: Naming, shards: Iterable[Shard], *, replace: bool = True
 ) -> None:
-    """Write ``folder`` from all ranks together; it appears under its name when it is complete.
+    """Write ``folder`` from all ranks together.
 
     Args:
         source: what is copied beside the weights.
-        shapes: name -> shape of every parameter of the whole model, in the order of the files.
-        dtype: dtype of the tensors in the files.
-        naming: tensors, dtypes and files in place of ``shapes`` and ``dtype``, as the input has them.
+        naming: the tensors of the files, with their dtypes and, where they are given, the files' names.
         replace: the folder is the run's own, and what it held goes; else its other files stay.
     """
-    if naming is None:
-        naming = plain_naming(shapes, dtype)
     files = _assign_files(naming.tensors)
 
     def write(draft: Path) -> None:
@@ -80,37 +69,39 @@ def write_into(folder: Path, write: Callable[[Path], None]) -> None:
     replace by name, are removed.
     """
     folder = folder.absolute()
-    draft = folder / ".export.draft"
-    with writing(folder):
-        if dist.get_rank() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        dist.barrier()
-        write(draft)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for path in folder.iterdir():
-                if _WEIGHTS.fullmatch(path.name) and not (draft / path.name).exists():
-                    path.unlink()
-            for path in list(draft.iterdir()):
-                path.replace(folder / path.name)
-            draft.rmdir()
-    dist.barrier()
+
+    def place(draft: Path) -> None:
+        for path in folder.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and not (draft / path.name).exists():
+                path.unlink()
+        for path in list(draft.iterdir()):
+            path.replace(folder / path.name)
+        draft.rmdir()
+
+    _write_draft(folder / ".export.draft", write, place)
 
 
 def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Let all ranks ``write`` into a draft beside ``folder``, which then takes its place in one move."""
-    draft = folder.with_name(f".{folder.name}.draft")
-    with writing(folder):
+
+    def place(draft: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+
+    _write_draft(folder.with_name(f".{folder.name}.draft"), write, place)
+
+
+def _write_draft(draft: Path, write: Callable[[Path], None], place: Callable[[Path], None]) -> None:
+    """All ranks ``write`` into a new folder; when the last has done so, rank 0 puts it in its place."""
+    with writing(draft):
         if dist.get_rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
         dist.barrier()
         write(draft)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            place(draft)
     dist.barrier()
 
 

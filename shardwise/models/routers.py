@@ -27,8 +27,8 @@ class Routers:
     coefficient: float
 
 
-def find_routers(model: PreTrainedModel) -> Routers | None:
-    """The routers of a model whose configuration asks for the balance loss, None where it does not.
+def take_routers(model: PreTrainedModel) -> Routers | None:
+    """Take the balance loss off a model: its routers, None where its configuration does not ask for the loss.
 
     As with Hugging Face's Trainer the loss is part of the training loss where ``output_router_logits`` is
     true, which it is not by default. The flag is taken off the model: the loss is computed outside of it.

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from shardwise.models.build import materialise, recompute_buffers
 from shardwise.models.lora import Adapters, inject
-from shardwise.models.routers import find_routers
+from shardwise.models.routers import take_routers
 from shardwise.models.sharding import ShardingTable, published_table
 from shardwise.models.structure import find_structure
 from shardwise.parallel.balance import Balance
@@ -51,7 +51,7 @@ def parallelize(
     structure = find_structure(model)
     table = published_table(model, structure, strategy.tp)
     prove_tensor_plan(model, mesh)
-    routers = find_routers(model)
+    routers = take_routers(model)
     inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)
     layouts = apply_tensor(model, table, mesh, layouts)

@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import CheckpointError
+from shardwise.spec.weight_files import weight_files
+
 _MAX_HEADER_BYTES = 100 * 10**6
 
 
@@ -176,7 +179,11 @@ def num_active_experts(config: Mapping[str, Any]) -> int:
 def _stored(folder: Path, config: Mapping[str, Any], sizes: Sizes) -> Counts | None:
     """Counts from the weight files; None where they cannot be read or are named in an unknown way."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    try:
+        files = weight_files(folder)
+    except CheckpointError:
+        return None
+    for file in files:
         try:
             with file.open("rb") as handle:
                 length = int.from_bytes(handle.read(8), "little")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from shardwise.checkpoint.companions import Companions
-from shardwise.checkpoint.hf import load_slices, stored_dtype
+from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.memory import MemoryData, memory_records
@@ -37,14 +37,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class LoadedModel:
     """A parallel model with its weights, and what an export needs to know of the whole model.
 
-    ``shapes`` are those of the base model's parameters; ``adapters`` is None where all of it trains.
+    ``naming`` is that of the base model's files; ``adapters`` is None where all of it trains.
     """
 
     model: ParallelModel
-    shapes: dict[str, tuple[int, ...]]
-    export_dtype: torch.dtype
+    naming: Naming
     adapters: Adapters | None = None
-    naming: Naming | None = None
 
 
 def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Plan]:
@@ -55,23 +53,21 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Pla
     """
     folder = Path(run.model)
     hf_model = build_on_meta(folder, run.attn_implementation, DTYPES[run.train.precision or "fp32"])
-    shapes = {name: tuple(parameter.shape) for name, parameter in hf_model.named_parameters()}
-    aliases = [name for name, _ in hf_model.named_parameters(remove_duplicate=False) if name not in shapes]
+    names = {name for name, _ in hf_model.named_parameters()}
     random = run.model_init == "random"
-    dtype = (None if random else stored_dtype(folder)) or declared_dtype(folder)
-    naming = default_naming(hf_model, dtype) if random else naming_of_folder(folder, hf_model)
+    naming = default_naming(hf_model, declared_dtype(folder)) if random else naming_of_folder(folder, hf_model)
     dists = distributions(hf_model) if random else {}
     adapters = find_adapters(hf_model, run.lora) if run.lora is not None else None
     model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile)
-    base = [shard for shard in model.shards if shard.layout.source in shapes]
+    base = [shard for shard in model.shards if shard.layout.source in names]
     if random:
         fill_random(base, dists, run.train.seed)
     else:
-        load_slices(folder, base, shapes, aliases, naming)
+        load_slices(folder, base, naming)
     if adapters is not None:
-        added = [shard for shard in model.shards if shard.layout.source not in shapes]
+        added = [shard for shard in model.shards if shard.layout.source not in names]
         fill_random(added, adapters.distributions, run.train.seed)
-    return LoadedModel(model, shapes, dtype, adapters, naming), replace(plan, table=table.to_json())
+    return LoadedModel(model, naming, adapters), replace(plan, table=table.to_json())
 
 
 def companions(run: RunConfig) -> Companions:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardwise.models.lora import is_adapter
 from shardwise.models.shard import Shard
 from shardwise.spec.flops import peak_flops, step_flops
 from shardwise.spec.plan import Plan
@@ -22,7 +23,7 @@ def count_adapter_parameters(shards: Iterable[Shard], device: torch.device) -> i
 
     Copies that train beside the adapters (``modules_to_save``) count as frozen. To be called by all ranks.
     """
-    adapters = [shard for shard in shards if "lora_" in shard.layout.name and shard.layout.owned]
+    adapters = [shard for shard in shards if is_adapter(shard.layout.name) and shard.layout.owned]
     (total,) = sum_over_ranks([float(sum(shard.data.numel() for shard in adapters))], device)
     return int(total) or None
 

@@ -259,15 +259,8 @@ class Trainer:
         if loaded.adapters is not None:
             (write_whole if folder is None else write_into)(target, self._write_adapter)
             return
-        export_model(
-            companions(self.parts.run),
-            target,
-            loaded.shapes,
-            loaded.model.shards,
-            loaded.export_dtype,
-            loaded.naming,
-            replace=folder is None,
-        )
+        source = companions(self.parts.run)
+        export_model(source, target, loaded.naming, loaded.model.shards, replace=folder is None)
 
     def _write_adapter(self, folder: Path) -> None:
         loaded = self.parts.loaded

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
 from shardwise.checkpoint.listing import STATE_FILE, checkpoint_name, complete_checkpoints
+from shardwise.checkpoint.naming import plain_naming
 from shardwise.checkpoint.store import (
     SlicedTensor,
     load_checkpoint,
@@ -199,7 +200,7 @@ def _write_without_room(rank: int, root: Path) -> list[tuple[str, int]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))
     source, errors = Companions(root / "source"), []
     for write in (
-        lambda: export_model(source, root / "export", {"w": (256, 256)}, [shard], torch.float32),
+        lambda: export_model(source, root / "export", plain_naming({"w": (256, 256)}, torch.float32), [shard]),
         lambda: save_checkpoint(root, 2, {"model.w": SlicedTensor.of(shard.data, layout)}, {}, source),
     ):
         try:

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
+from shardwise.checkpoint.naming import plain_naming
 from shardwise.models.shard import Shard
 from shardwise.spec.layout import ParamLayout
 from shardwise.testing import run_distributed
@@ -15,7 +16,7 @@ from shardwise.testing import run_distributed
 
 def _export(rank: int, source: Path, target: Path, *, replace: bool) -> None:
     shard = Shard(ParamLayout("w", (2, 2)), torch.nn.Parameter(torch.ones(2, 2)))
-    export_model(Companions(source), target, {"w": (2, 2)}, [shard], torch.float32, replace=replace)
+    export_model(Companions(source), target, plain_naming({"w": (2, 2)}, torch.float32), [shard], replace=replace)
 
 
 def _folder(root: Path) -> tuple[Path, Path]:

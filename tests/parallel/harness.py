@@ -189,7 +189,7 @@ def build(case: Case) -> tuple[ParallelModel, Mesh]:
     hf_model = build_on_meta(case.folder, None, case.dtype)
     naming = naming_of_folder(case.folder, hf_model)
     model, _ = parallelize(hf_model, mesh, compiled=case.compiled)
-    load_slices(case.folder, model.shards, naming.parts, naming=naming)
+    load_slices(case.folder, model.shards, naming)
     return model, mesh
 
 

@@ -141,7 +141,7 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     naming = naming_of_folder(case.folder, hf_model)
     adapters = find_adapters(hf_model, case.lora)
     model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled)
-    load_slices(case.folder, [s for s in model.shards if s.layout.source in names], naming.parts, naming=naming)
+    load_slices(case.folder, [s for s in model.shards if s.layout.source in names], naming)
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):
         if not (case.kept_tied and shard.layout.source in names):

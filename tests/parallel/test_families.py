@@ -74,7 +74,7 @@ def _run(rank: int, cases: list[Case], targets: list[Path]) -> list[RankPart]:
 
         def export(model: Any, case: Case = case, target: Path = target) -> None:
             naming = naming_of_folder(case.folder, build_on_meta(case.folder, None))
-            export_model(Companions(case.folder), target, {}, model.shards, torch.float32, naming)
+            export_model(Companions(case.folder), target, naming, model.shards)
 
         parts.append(run_case(case, export))
     return parts

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
+from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import distributions, fill_random
 from shardwise.parallel.apply import parallelize
@@ -119,8 +120,8 @@ def _export(rank: int, case: Case, target: Path) -> float:
     batches = loader.batches()
     for _ in range(2):
         train_step(model, optimizer, next(batches), 0.05, 1.0, [])
-    shapes = {n: tuple(p.shape) for n, p in build_on_meta(case.folder, "sdpa").named_parameters()}
-    export_model(Companions(case.folder), target, shapes, model.shards, torch.float32)
+    naming = naming_of_folder(case.folder, build_on_meta(case.folder, "sdpa"))
+    export_model(Companions(case.folder), target, naming, model.shards)
     return evaluate(model, loader.eval_batches(4))[0]
 
 

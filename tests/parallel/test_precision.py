@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.hf import load_slices
+from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.models.build import build_on_meta
 from shardwise.models.shard import Master, Shard, follow_masters, local
 from shardwise.parallel.apply import parallelize
@@ -206,11 +207,11 @@ def _frozen(rank: int, case: Case) -> list[tuple[str, bool, str, str, bool, bool
     """Three steps with all but the query projections frozen."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
     hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
-    names = [name for name, _ in hf_model.named_parameters()]
+    naming = naming_of_folder(case.folder, hf_model)
     for name, parameter in hf_model.named_parameters():
         parameter.requires_grad_("q_proj" in name)
     model, _ = parallelize(hf_model, mesh)
-    load_slices(case.folder, model.shards, names)
+    load_slices(case.folder, model.shards, naming)
     before = [shard.data.clone() for shard in model.shards]
     optimizer = Optimizer(model.shards, case.train)
     batches = loader_of(case, mesh).batches()
