@@ -92,6 +92,37 @@ def hf_tp(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def torch_fsdp2(options: argparse.Namespace) -> None:
+    """Torch's ``fully_shard`` on each block and on the model, under a plain loop."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (size,))
+    model = _load(options)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # gloo has no averaging sum
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(float(size))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    for step, ids in enumerate(_batches(options), start=1):
+        loss = model(input_ids=ids[rank::size], labels=ids[rank::size], use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss.detach()
+        dist.all_reduce(value)
+        _say(options, step, float(value) / size)
+    dist.destroy_process_group()
+
+
 def deepspeed_autotp(options: argparse.Namespace) -> None:
     """DeepSpeed's automatic tensor parallelism."""
     import deepspeed
@@ -157,13 +188,17 @@ def _trainer(options: argparse.Namespace, **settings: Any) -> None:
         **settings,
     )
     rows = [{"input_ids": ids, "labels": ids} for ids in _read_rows(options)]
-    InOrder(model=_load(options), args=arguments, train_dataset=rows, callbacks=[Say()]).train()
+    trainer = InOrder(model=_load(options), args=arguments, train_dataset=rows, callbacks=[Say()])
+    trainer.train()
+    if "fsdp" in settings and not any(type(p.data).__name__ == "DTensor" for p in trainer.model.parameters()):
+        raise SystemExit("NotSharded Error: FSDP was asked for, and the weights are whole on every rank")
 
 
 SIDES = {
     "plain": plain,
     "hf-trainer": hf_trainer,
     "hf-fsdp2": hf_fsdp2,
+    "torch-fsdp2": torch_fsdp2,
     "hf-tp": hf_tp,
     "deepspeed-autotp": deepspeed_autotp,
 }

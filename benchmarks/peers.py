@@ -54,6 +54,7 @@ def jobs() -> list[Job]:
         Job("dp2", "hf-trainer", 2),
         Job("dp2", "ours", 2, ("dp_replicate=2", "dp_shard=1")),
         Job("fsdp2", "hf-fsdp2", 2),
+        Job("fsdp2", "torch-fsdp2", 2),
         Job("fsdp2", "ours", 2, ("dp_shard=2",)),
         Job("tp3", "hf-tp", 3),
         Job("tp3", "deepspeed-autotp", 3),
@@ -135,7 +136,7 @@ def run_job(job: Job, options: argparse.Namespace, rows: Path, out: Path, measur
     record = watch(line, environment, steps_file, out.with_suffix(".log"), options.timeout)
     if record.exit_code != 0 or len(record.losses) < options.steps:
         text = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        errors = [entry for entry in text if "Error" in entry] or text or [""]
+        errors = [entry for entry in text if "Error" in entry and "ChildFailed" not in entry] or text or [""]
         measured.failed = f"exit {record.exit_code} after {len(record.losses)} steps: {errors[-1][:160]}"
         return
     measured.add(record)
@@ -146,9 +147,9 @@ def report(measured: dict[Job, Measured]) -> tuple[list[dict[str, Any]], bool]:
     rows, good = [], True
     for job, values in measured.items():
         row: dict[str, Any] = {"group": job.group, "side": job.side, "ranks": job.ranks}
-        ours = next(v for j, v in measured.items() if j.group == job.group and j.side == "ours")
-        if values.failed or ours.failed:
-            row["failed"] = values.failed or "our job of this layout failed"
+        ours = next((v for j, v in measured.items() if j.group == job.group and j.side == "ours"), None)
+        if values.failed or ours is None or ours.failed:
+            row["failed"] = values.failed or "no job of ours to compare with"
             good &= job.side != "ours"
         else:
             row |= values.summary()
