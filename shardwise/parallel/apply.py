@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 from shardwise.models.build import materialise, recompute_buffers
 from shardwise.models.lora import Adapters, inject
 from shardwise.models.routers import take_routers
-from shardwise.models.sharding import ShardingTable, published_table
 from shardwise.models.structure import find_structure
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.compiled import compile_blocks
@@ -17,9 +16,10 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.pipeline import cut_stage, tied_group
 from shardwise.parallel.precision import make_shards, set_stored_dtypes
-from shardwise.parallel.proof import prove_tensor_plan
 from shardwise.parallel.recompute import apply_recompute
-from shardwise.parallel.tensor import apply_tensor
+from shardwise.parallel.tensor import agree_on_table, tensor_group
+from shardwise.tensor.execute import apply_table
+from shardwise.tensor.table import ShardingTable
 
 
 def parallelize(
@@ -49,12 +49,11 @@ def parallelize(
     """
     strategy, compute_dtype = mesh.strategy, model.dtype
     structure = find_structure(model)
-    table = published_table(model, structure, strategy.tp)
-    prove_tensor_plan(model, mesh)
+    table = agree_on_table(model, mesh)
     routers = take_routers(model)
     inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)
-    layouts = apply_tensor(model, table, mesh, layouts)
+    layouts = apply_table(model, table, tensor_group(mesh), layouts)
     if routers is not None:
         stage.balance = Balance(model, stage.blocks, routers)
     stage.dropout = DropoutStreams(seed, mesh)

@@ -9,17 +9,23 @@ tensor ranks of a replicated tensor, and independent of tensor and pipeline degr
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
+from shardwise.errors import PlanError
 from shardwise.models.lora import ADAPTER, has_adapter
-from shardwise.models.sharding import ShardingTable, Style
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import chunk_range
+from shardwise.tensor.table import ShardingTable, Style
 
 
 class DropoutStreams:
@@ -97,7 +103,39 @@ def install_dropout(model: nn.Module, table: ShardingTable, mesh: Mesh, streams:
         layer_name = name.removesuffix(f".lora_dropout.{ADAPTER}")
         layer = model.get_submodule(layer_name)
         part = None
-        if has_adapter(layer) and table.styles.get(layer_name) in (Style.ROW, Style.ROW_SPLIT):
+        if has_adapter(layer) and table.style(layer_name) in (Style.ROW, Style.ROW_SPLIT):
             size = layer.base_layer.in_features
             part = (size, *chunk_range(size, table.degree, mesh.coordinate("tp")))
         setattr(model.get_submodule(parent), child, SeededDropout(module.p, layer_name, streams, part))
+
+
+class _Dropouts(TorchFunctionMode):
+    """Notes whether ``F.dropout`` draws on a tensor of the residual stream, which all tensor ranks hold alike."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | (kwargs or {})
+            # Attention weights have a dim of heads, and their masks may differ between tensor ranks.
+            replicated = given["input"].dim() <= 3
+            self.found |= replicated and given.get("training", True) and given.get("p", 0.5) > 0.0
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_dropout_by_function(small: PreTrainedModel, degree: int) -> None:
+    """Dropout modules draw by name, the same on all tensor ranks; a function called in a forward cannot be followed.
+
+    Raises:
+        PlanError: the model draws dropout on replicated tensors by a function.
+    """
+    trained = copy.deepcopy(small).train()
+    for module in trained.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(trained.parameters()).device)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Dropouts() as seen:
+        trained(input_ids=ids, use_cache=False)
+    if seen.found:
+        rule = f"{type(small).__name__} drops out of tensors that all tensor ranks hold, and their masks would differ"
+        raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, or set the residual and embedding dropout in its config.json to 0")

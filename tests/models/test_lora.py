@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import draw
 from shardwise.models.lora import find_adapters, inject, is_adapter, plain_name
-from shardwise.models.sharding import Style
+from shardwise.tensor.table import Style
 from shardwise.parallel.adapter import pieces
 from shardwise.spec.run import LoraConfig
 from tests.fixtures import make_model

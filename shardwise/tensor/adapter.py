@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.models.lora import ADAPTER, has_adapter
-from shardwise.models.sharding import Style
+from shardwise.tensor.table import ModuleSplit, Style
 
 # Style of a layer -> those of lora_A and lora_B. PARTIAL: whole on every rank, which sees only its share of the
 # gradient: A of a column layer gets it through this rank's rows of B, B of a row layer from this rank's A x.
@@ -39,19 +41,25 @@ class LowRank:
         return F.linear(low * self._scaling, self._b.weight[self._rows])
 
 
-def pieces(module: nn.Module, style: Style) -> list[tuple[nn.Module, Style]]:
-    """The modules that hold the parameters of a split module, each with its own style.
+def pieces(module: nn.Module, split: ModuleSplit) -> list[tuple[nn.Module, ModuleSplit]]:
+    """The modules that hold the parameters of a split module, each with its own split.
 
     Raises:
         PlanError: an adapter on a module whose style it cannot follow.
     """
     if not has_adapter(module):
-        return [(module, style)]
-    if style not in _PARTS:
-        rule = f"a layer split as {style.value!r} cannot have an adapter under tensor parallel"
+        return [(module, split)]
+    if split.style is Style.SUM_OUTPUT:
+        return [(module.base_layer, split)]  # whole, with whole gradients, as its adapter is
+    if split.style not in _PARTS:
+        rule = f"a layer split as {split.style.value!r} cannot have an adapter under tensor parallel"
         raise PlanError("lora.target_modules", rule, "Use tp=1, or leave it out of lora.target_modules")
-    style_a, style_b = _PARTS[style]
-    return [(module.base_layer, style), (module.lora_A[ADAPTER], style_a), (module.lora_B[ADAPTER], style_b)]
+    style_a, style_b = _PARTS[split.style]
+    return [
+        (module.base_layer, split),
+        (module.lora_A[ADAPTER], replace(split, style=style_a)),
+        (module.lora_B[ADAPTER], replace(split, style=style_b)),
+    ]
 
 
 def low_rank(module: nn.Module, rows: slice) -> LowRank | None:

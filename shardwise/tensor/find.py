@@ -1,0 +1,306 @@
+"""From a model to its table: traced and solved on a small copy, each split tried, the whole of it proven.
+
+A region whose dependencies allow a split may still have a forward that insists on whole shapes; it is tried on
+simulated ranks with the numbers that its modules read changed to this rank's. A region where nothing works is gathered
+or stays whole, whatever is cheaper, and the table says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.models.structure import Structure, find_structure
+from shardwise.spec.tolerance import PROOF
+from shardwise.tensor.experts import find_expert_cuts
+from shardwise.tensor.parts import scaled
+from shardwise.tensor.regions import Region, find_regions
+from shardwise.tensor.search import Mode, Problem, Sizes, Solution, solve
+from shardwise.tensor.simulate import Reference, compare, reference
+from shardwise.tensor.table import LocalValue, ModuleSplit, ParamCut, ShardingTable, Style, TableCost
+from shardwise.tensor.trace import BlockTrace, Product, trace_blocks
+from shardwise.tensor.values import candidate_sets, read_numbers
+
+Signature = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+
+def signature(block: nn.Module) -> Signature:
+    """What blocks of one kind have in common: names and classes of their modules, names of their parameters."""
+    return tuple(
+        (name, type(module).__name__, tuple(short for short, _ in module.named_parameters(recurse=False)))
+        for name, module in block.named_modules()
+    )
+
+
+@dataclass
+class _Kind:
+    """A kind of block on its way to a table; names are relative to the block."""
+
+    block: str  # of the small model
+    trace: BlockTrace
+    problem: Problem
+    cuts: dict[str, dict[str, ParamCut]]  # stack of experts -> its parameters
+    values: dict[int, dict[str, tuple[LocalValue, ...]]]  # region -> module -> numbers
+    solution: Solution
+
+
+def find_table(model: nn.Module, small: nn.Module, degree: int) -> ShardingTable:
+    """The table of ``model`` (on meta) over ``degree`` ranks.
+
+    Args:
+        small: a copy with the same kinds of blocks and the same divisibility, in float64 on the CPU.
+
+    Raises:
+        PlanError: no block can be split, or the vocabulary cannot.
+    """
+    if degree == 1:
+        return ShardingTable(1)
+    structure, small_structure = find_structure(model), find_structure(small)
+    want = reference(small)
+    sizes = {signature(block): block for block in model.get_submodule(structure.blocks)}
+    kinds: dict[Signature, _Kind] = {}
+    for trace in trace_blocks(small, small_structure.blocks):
+        key = signature(trace.module)
+        if key not in kinds and key in sizes:
+            kinds[key] = _find_kind(small, trace, sizes[key], degree, want)
+    ends = _ends(small_structure)
+    tables = {key: _relative_table(kind, small, None) for key, kind in kinds.items()}
+    proven = _spread(small, small_structure, tables, degree, ends)
+    difference = compare(small, proven, want)
+    if not difference.error <= PROOF:
+        rule = f"on a small copy the split differs from one process ({difference.where}: {difference.error:.1e})"
+        raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, and pp or dp_shard in its place")
+    tables = {key: _relative_table(kind, small, sizes[key]) for key, kind in kinds.items()}
+    table = _spread(model, structure, tables, degree, _ends(structure))
+    return replace(table, cost=_cost(model, structure, kinds, degree))
+
+
+def _ends(structure: Structure) -> dict[str, ModuleSplit]:
+    return {
+        structure.embedding: ModuleSplit(Style.VOCAB_EMBEDDING),
+        structure.head: ModuleSplit(Style.VOCAB_HEAD, group=structure.head),
+    }
+
+
+def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int, want: Reference) -> _Kind:
+    """Solve a block, try what was found, and solve again without what did not run."""
+    regions = find_regions(small, trace, degree)
+    cuts = {
+        p.name: found
+        for p in trace.products
+        if not p.is_linear and (found := find_expert_cuts(p.module, p.args, p.kwargs, degree)) is not None
+    }
+    problem = _problem(trace, regions, cuts, real, degree)
+    values: dict[int, dict[str, tuple[LocalValue, ...]]] = {}
+    for index, region in enumerate(regions):
+        if region.splittable and not region.is_residual:
+            found = _try_region(small, trace, problem, index, degree, want)
+            if found is None:
+                region.splittable = False
+            else:
+                values[index] = found
+    return _Kind(trace.name, trace, problem, cuts, values, solve(problem))
+
+
+def _problem(
+    trace: BlockTrace, regions: list[Region], cuts: Mapping[str, Any], real: nn.Module, degree: int
+) -> Problem:
+    first: dict[int, str] = {}
+    groups = {p.name: first.setdefault(id(p.inputs[0]), p.name) for p in trace.products}
+    return Problem(
+        products=[p.name for p in trace.products],
+        sizes={p.name: _sizes(p, real.get_submodule(_relative(p.name, trace.name))) for p in trace.products},
+        groups=groups,
+        regions=regions,
+        stacks={p.name: p.name in cuts for p in trace.products if not p.is_linear},
+        degree=degree,
+        hidden_size=int(trace.entry.shape[-1]),
+    )
+
+
+def _sizes(product: Product, real: nn.Module) -> Sizes:
+    weight = next(iter(real.parameters(recurse=False)))
+    own = next(iter(product.module.parameters(recurse=False)))
+    scale = [r / s for r, s in zip(weight.shape[-2:], own.shape[-2:], strict=True)]
+    flip = product.is_linear and own.shape[0] != product.out_features
+    by_out, by_in = reversed(scale) if flip else scale
+    if not product.is_linear:
+        by_out = by_in = max(scale)
+    parameters = sum(p.numel() for p in real.parameters(recurse=False))
+    return Sizes(round(product.in_features * by_in), round(product.out_features * by_out), parameters)
+
+
+def _try_region(
+    small: nn.Module, trace: BlockTrace, problem: Problem, index: int, degree: int, want: Reference
+) -> dict[str, tuple[LocalValue, ...]] | None:
+    """The numbers with which the split of one region runs and is right; None where there are none."""
+    alone = [
+        region if i == index or region.is_residual else replace(region, splittable=False)
+        for i, region in enumerate(problem.regions)
+    ]
+    forced = replace(problem, regions=alone, forced={index: Mode.SPLIT}, stacks=dict.fromkeys(problem.stacks, False))
+    try:
+        solution = solve(forced)
+    except ValueError:
+        return None
+    region = problem.regions[index]
+    kind = _Kind(trace.name, trace, forced, {}, {}, solution)
+    scope = _common([*region.chunked, *region.narrow])
+    widths = {p.in_features for p in trace.products if p.name in region.narrow}
+    for name, chunks in region.chunked.items():
+        widths |= {*chunks.parts, sum(chunks.parts)} | {p.out_features for p in trace.products if p.name == name}
+    units = max((chunks.units for chunks in region.chunked.values()), default=0)
+    same = signature(trace.module)
+    structure = find_structure(small)
+
+    def is_right(candidate: dict[str, tuple[LocalValue, ...]]) -> bool:
+        kind.values = {index: candidate}
+        table = _spread(small, structure, {same: _relative_table(kind, small, None)}, degree, {})
+        try:
+            return compare(small, table, want).error <= PROOF
+        except Exception:  # a forward that insists on another shape
+            return False
+
+    sets = candidate_sets(read_numbers(small, scope), sorted(widths), degree, units)
+    found = next((candidate for candidate in sets if is_right(candidate)), None)
+    return None if found is None else _fewest(found, is_right)
+
+
+def _fewest(
+    found: dict[str, tuple[LocalValue, ...]], is_right: Callable[[dict[str, tuple[LocalValue, ...]]], bool]
+) -> dict[str, tuple[LocalValue, ...]]:
+    """``found`` without the numbers that need not change."""
+    for module, value in [(module, value) for module, values in found.items() for value in values]:
+        fewer = found | {module: tuple(v for v in found[module] if v != value)}
+        if is_right(fewer):
+            found = fewer
+    return {module: values for module, values in found.items() if values}
+
+
+def _common(names: Sequence[str]) -> str:
+    """The innermost module that holds all of ``names``."""
+    split = [name.split(".") for name in names]
+    shared = 0
+    while all(len(parts) > shared + 1 and parts[shared] == split[0][shared] for parts in split):
+        shared += 1
+    return ".".join(split[0][:shared])
+
+
+def _relative(name: str, block: str) -> str:
+    return "" if name == block else name.removeprefix(f"{block}.")
+
+
+def _relative_table(kind: _Kind, small: nn.Module, real: nn.Module | None) -> ShardingTable:
+    """The table of one kind, names relative to the block, parts those of ``real`` (None: of the small block)."""
+    modules: dict[str, ModuleSplit] = {}
+    params: dict[str, ParamCut] = {}
+    values: dict[str, tuple[LocalValue, ...]] = {}
+    small_block = small.get_submodule(kind.block)
+    for name, choice in kind.solution.choices.items():
+        short = _relative(name, kind.block)
+        if choice.split is not None:
+            group = _relative(choice.split.group, kind.block) if choice.split.group else ""
+            modules[short] = replace(choice.split, group=group)
+            if choice.split.style is Style.EXPERTS:
+                params |= {f"{short}.{p}": cut for p, cut in kind.cuts[name].items()}
+        elif choice.partial:
+            own = small_block.get_submodule(short).named_parameters(recurse=False)
+            params |= {f"{short}.{p}": ParamCut() for p, _ in own}
+    for index, mode in enumerate(kind.solution.modes):
+        region = kind.problem.regions[index]
+        if mode is Mode.SPLIT:
+            params |= {_relative(p, kind.block): region.cuts.get(p, ParamCut()) for p in region.params}
+            for module, numbers in kind.values.get(index, {}).items():
+                short = _relative(module, kind.block)
+                values[short] = (*values.get(short, ()), *numbers)
+        elif mode is Mode.SHARES:
+            params |= {_relative(p, kind.block): ParamCut() for p in region.params}
+    if real is not None:
+        modules = {n: replace(s, parts=_real_parts(n, s, real)) for n, s in modules.items()}
+        params = {n: replace(c, parts=_real_cut(n, c, small_block, real)) for n, c in params.items()}
+    return ShardingTable(kind.problem.degree, modules, params, values, _refused(kind))
+
+
+def _real_parts(name: str, split: ModuleSplit, real: nn.Module) -> tuple[int, ...]:
+    if not split.parts:
+        return ()
+    module: Any = real.get_submodule(name)
+    size = module.out_features if isinstance(module, nn.Linear) else module.nf
+    return _scaled(name, split.parts, int(size))
+
+
+def _real_cut(name: str, cut: ParamCut, small_block: nn.Module, real: nn.Module) -> tuple[int, ...]:
+    return () if cut.dim is None else _scaled(name, cut.parts, real.get_parameter(name).shape[cut.dim])
+
+
+def _scaled(name: str, parts: tuple[int, ...], size: int) -> tuple[int, ...]:
+    found = scaled(parts, size)
+    if found is None:
+        raise PlanError(f"the parts of {name}", f"are {list(parts)} in a small copy, and {size} has no such parts", "Use tp=1")
+    return found
+
+
+def _refused(kind: _Kind) -> dict[str, str]:
+    """What stays whole, and why."""
+    reasons: dict[str, str] = {}
+    for name, choice in kind.solution.choices.items():
+        if choice.whole:
+            region = kind.problem.regions[kind.problem.region_before(name)]
+            rule = "cutting it moves more than it saves" if region.is_residual else "what it reads cannot be cut"
+            reasons[_relative(name, kind.block)] = f"{choice.whole} parameters stay whole: {rule}"
+    return reasons
+
+
+def _spread(
+    model: nn.Module,
+    structure: Structure,
+    tables: Mapping[Signature, ShardingTable],
+    degree: int,
+    ends: Mapping[str, ModuleSplit],
+) -> ShardingTable:
+    """The table of the whole model from those of its kinds of blocks."""
+    modules: dict[str, ModuleSplit] = dict(ends)
+    params: dict[str, ParamCut] = {}
+    values: dict[str, tuple[LocalValue, ...]] = {}
+    refused: dict[str, str] = {}
+    for index, block in enumerate(model.get_submodule(structure.blocks)):
+        prefix = f"{structure.blocks}.{index}"
+        table = tables.get(signature(block))
+        if table is None:
+            if ends:
+                refused[prefix] = "a kind of block that the small copy does not have"
+            continue
+        for name, split in table.modules.items():
+            modules[_full(prefix, name)] = replace(split, group=_full(prefix, split.group) if split.group else "")
+        params |= {_full(prefix, name): cut for name, cut in table.params.items()}
+        values |= {_full(prefix, name): numbers for name, numbers in table.values.items()}
+        refused |= {_full(prefix, name): reason for name, reason in table.refused.items()}
+    return ShardingTable(degree, modules, params, values, refused)
+
+
+def _full(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if name else prefix
+
+
+def _cost(model: nn.Module, structure: Structure, kinds: Mapping[Signature, _Kind], degree: int) -> TableCost:
+    """What the blocks leave whole and move, summed over the model."""
+    whole, forward, backward = 0, 0.0, 0.0
+    blocks = model.get_submodule(structure.blocks)
+    ring = (degree - 1) / degree
+    for block in blocks:
+        kind = kinds.get(signature(block))
+        if kind is None:
+            whole += sum(p.numel() for p in block.parameters())
+            continue
+        problem, chosen = kind.problem, kind.solution.choices
+        whole += sum(choice.whole for choice in chosen.values())
+        forward += ring * sum(choice.forward for choice in chosen.values())
+        paid = {problem.groups[name]: problem.sizes[name].inputs for name, c in chosen.items() if c.sums_input}
+        backward += ring * (sum(choice.backward for choice in chosen.values()) + 2.0 * sum(paid.values()))
+    total = sum(p.numel() for block in blocks for p in block.parameters())
+    return TableCost(whole, total, forward, backward)

@@ -1,0 +1,251 @@
+"""The best table of a block: which of its regions are split, and what that makes of each product.
+
+Every region between products has one *mode*: ``WHOLE`` (all ranks hold the same, and whole gradients), ``SHARES``
+(the same values, but each rank's gradient is a share, since what follows takes a part), ``SPLIT`` (each rank holds
+its part of the features). The block's own input and result are whole. The modes before and behind a product leave it
+a few styles; each has a price, in elements that a rank moves for each token, and in weights that stay whole. The sum
+of the prices is minimised exactly, by dynamic programming over the products in the order in which they run: the state
+is the modes of the regions that are still open, and the groups that have paid for their input's gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from shardwise.tensor.regions import Region
+from shardwise.tensor.table import ModuleSplit, Style
+
+# A square matrix that stays whole counts as much as 5 elements moved for each of its rows and tokens: more than any way
+# to cut it costs that shares the sum of an input's gradient with others, less than cutting a narrow matrix alone does
+# (the latent projections of DeepSeek, routers).
+_WHOLE_PRICE = 5.0
+
+
+class Mode(IntEnum):
+    """How ranks hold the tensors of a region."""
+
+    WHOLE = 0
+    SHARES = 1
+    SPLIT = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a product in the real model: features in and out, and its parameters."""
+
+    inputs: int
+    outputs: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a product.
+
+    Args:
+        split: its entry in the table, None where it is replicated.
+        partial: replicated, and each rank's gradient is a share.
+        whole: parameters that stay whole.
+        forward: elements that a rank moves for each token at ring cost, in units of (p - 1) / p.
+        backward: the same of the backward pass, the sum of the input's gradient left out.
+        sums_input: whether the gradient of its input is summed over the ranks, once for its group.
+    """
+
+    split: ModuleSplit | None
+    partial: bool
+    whole: int
+    forward: float
+    backward: float
+    sums_input: bool
+
+    @property
+    def moved(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A block to be split.
+
+    Args:
+        products: names in the order in which they run.
+        sizes: of each, in the real model.
+        groups: product -> name of the group of products that read the same tensor.
+        regions: of the block.
+        stacks: products that are stacks of experts, those of them that can be cut mapped to True.
+        degree: of tensor parallel.
+        hidden_size: features of the block's input.
+        forced: region -> the mode that it must have.
+    """
+
+    products: Sequence[str]
+    sizes: Mapping[str, Sizes]
+    groups: Mapping[str, str]
+    regions: Sequence[Region]
+    stacks: Mapping[str, bool]
+    degree: int
+    hidden_size: int
+    forced: Mapping[int, Mode] = field(default_factory=dict)
+
+    def region_before(self, product: str) -> int:
+        return next(i for i, region in enumerate(self.regions) if product in region.sinks)
+
+    def region_behind(self, product: str) -> int | None:
+        """None where nothing with a gradient reads its result."""
+        return next((i for i, region in enumerate(self.regions) if product in region.sources), None)
+
+    def redundancy(self, region: int, mode: Mode) -> float:
+        """The price of a region that every rank computes whole, and keeps for the backward pass: twice its inputs."""
+        if mode is Mode.SPLIT or self.regions[region].is_residual:
+            return 0.0
+        return 2.0 * sum(self.sizes[source].outputs for source in self.regions[region].sources if source in self.sizes)
+
+    def modes(self, region: int) -> tuple[Mode, ...]:
+        """The modes that a region can have."""
+        if region in self.forced:
+            return (self.forced[region],)
+        if self.regions[region].is_residual:
+            return (Mode.WHOLE,)
+        return tuple(Mode) if self.regions[region].splittable else (Mode.WHOLE, Mode.SHARES)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The modes of the regions and the choice for each product."""
+
+    modes: tuple[Mode, ...]
+    choices: Mapping[str, Choice]
+    price: float
+
+
+def choices(problem: Problem, product: str, before: Mode, behind: Mode) -> Iterator[Choice]:
+    """The ways to run ``product`` between two regions of these modes; none where they cannot meet."""
+    sizes, group = problem.sizes[product], problem.groups[product]
+    before_region = problem.regions[problem.region_before(product)]
+    index = problem.region_behind(product)
+    behind_region = None if index is None else problem.regions[index]
+    narrow = before is Mode.SPLIT and product in before_region.narrow
+    chunks = behind_region.chunked.get(product) if behind is Mode.SPLIT and behind_region else None
+    is_share = before is not Mode.WHOLE and not narrow
+    gives_share = behind is not Mode.WHOLE and chunks is None
+    if narrow and (chunks is not None or gives_share):
+        return
+    ins, outs, own = sizes.inputs, sizes.outputs, sizes.parameters
+    if product in problem.stacks:
+        if not is_share and not narrow and behind is Mode.WHOLE:
+            yield Choice(None, False, own, 0.0, 0.0, False)
+            if problem.stacks[product]:
+                yield Choice(ModuleSplit(Style.EXPERTS), False, 0, 2.0 * outs, 2.0 * ins, False)
+        elif is_share and gives_share:
+            yield Choice(None, True, own, 0.0, 0.0, False)
+        return
+    if narrow:
+        yield Choice(ModuleSplit(Style.ROW), False, 0, 2.0 * outs, 0.0, False)
+        return
+    key = "" if is_share else group
+    if chunks is not None:
+        if chunks.units:
+            split = ModuleSplit(Style.KV_SLICE, group=key, units=chunks.units)
+            yield Choice(split, False, own, 0.0, 0.0, not is_share)
+        else:
+            parts = chunks.parts if len(chunks.parts) > 1 else ()
+            yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, 0, 0.0, 0.0, not is_share)
+        return
+    if is_share and not gives_share:
+        if ins % problem.degree == 0:
+            yield Choice(ModuleSplit(Style.ROW_SPLIT), False, 0, 2.0 * outs, 0.0, False)
+        return
+    if is_share or not gives_share:
+        yield Choice(None, is_share, own, 0.0, 0.0, False)
+    else:
+        yield Choice(ModuleSplit(Style.SUM_OUTPUT), False, own, 0.0, 2.0 * outs, False)
+    if outs % problem.degree == 0:
+        gathered = ModuleSplit(Style.COLUMN_GATHER, group=key, shares=gives_share)
+        yield Choice(gathered, False, 0, 1.0 * outs, 1.0 * outs if gives_share else 0.0, not is_share)
+
+
+def price(problem: Problem, choice: Choice) -> float:
+    """The price of a choice, the sum of its group's input gradient left out."""
+    return choice.moved + _WHOLE_PRICE * choice.whole / problem.hidden_size
+
+
+def solve(problem: Problem) -> Solution:
+    """The cheapest modes and choices, by dynamic programming.
+
+    Raises:
+        ValueError: forced modes that no choice fits.
+    """
+    last = _last_uses(problem)
+    # (modes of open regions, groups that have paid) -> (price, modes so far, choices so far)
+    states: dict[tuple[tuple[tuple[int, Mode], ...], frozenset[str]], tuple[float, dict[int, Mode], dict[str, Choice]]]
+    states = {((), frozenset()): (0.0, {}, {})}
+    for position, product in enumerate(problem.products):
+        grown: dict[
+            tuple[tuple[tuple[int, Mode], ...], frozenset[str]], tuple[float, dict[int, Mode], dict[str, Choice]]
+        ] = {}
+        for (open_modes, paid), (so_far, modes, chosen) in states.items():
+            for more, before, behind in _assignments(problem, product, dict(open_modes)):
+                opened = so_far + sum(problem.redundancy(r, m) for r, m in more.items())
+                for choice in choices(problem, product, before, behind):
+                    group = problem.groups[product]
+                    cost, now_paid = opened + price(problem, choice), paid
+                    if choice.sums_input and group not in paid:
+                        cost, now_paid = cost + 2.0 * problem.sizes[product].inputs, paid | {group}
+                    known = dict(open_modes) | more
+                    still = tuple(sorted((r, m) for r, m in known.items() if last[r] > position))
+                    key = still, frozenset(g for g in now_paid if last[g] > position)
+                    if key not in grown or cost < grown[key][0]:
+                        grown[key] = cost, modes | more, chosen | {product: choice}
+        states = grown
+    cost, modes, chosen = min(states.values(), key=lambda value: value[0])
+    return Solution(tuple(modes.get(i, Mode.WHOLE) for i in range(len(problem.regions))), chosen, cost)
+
+
+def enumerate_all(problem: Problem) -> Solution:
+    """The same by trying every combination; for a few regions, as the oracle of :func:`solve`."""
+    best: Solution | None = None
+    for modes in itertools.product(*(problem.modes(i) for i in range(len(problem.regions)))):
+        options = []
+        for product in problem.products:
+            behind = problem.region_behind(product)
+            mode_behind = Mode.WHOLE if behind is None else modes[behind]
+            options.append(list(choices(problem, product, modes[problem.region_before(product)], mode_behind)))
+        for picked in itertools.product(*options):
+            paid = {
+                problem.groups[p]: problem.sizes[p].inputs
+                for p, choice in zip(problem.products, picked, strict=True)
+                if choice.sums_input
+            }
+            cost = sum(price(problem, choice) for choice in picked) + 2.0 * sum(paid.values())
+            cost += sum(problem.redundancy(r, m) for r, m in enumerate(modes))
+            if best is None or cost < best.price:
+                best = Solution(tuple(modes), dict(zip(problem.products, picked, strict=True)), cost)
+    assert best is not None
+    return best
+
+
+def _last_uses(problem: Problem) -> dict[int | str, int]:
+    """The position of the last product that a region, or a group, has to do with."""
+    last: dict[int | str, int] = dict.fromkeys(range(len(problem.regions)), -1)
+    for position, product in enumerate(problem.products):
+        last[problem.region_before(product)] = position
+        last[problem.groups[product]] = position
+        behind = problem.region_behind(product)
+        if behind is not None:
+            last[behind] = position
+    return last
+
+
+def _assignments(
+    problem: Problem, product: str, known: Mapping[int, Mode]
+) -> Iterator[tuple[dict[int, Mode], Mode, Mode]]:
+    """Modes for the two regions of ``product``: those that it opens, the one before it, the one behind it."""
+    before, behind = problem.region_before(product), problem.region_behind(product)
+    regions = [r for r in dict.fromkeys((before, behind)) if r is not None and r not in known]
+    for modes in itertools.product(*(problem.modes(r) for r in regions)):
+        more = dict(zip(regions, modes, strict=True))
+        every = {**known, **more}
+        yield more, every[before], Mode.WHOLE if behind is None else every[behind]

@@ -1,0 +1,147 @@
+"""A table on all its ranks, as threads of one process, against the whole model."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.spec.layout import ParamLayout, chunk_range
+from shardwise.spec.tolerance import relative_error
+from shardwise.tensor.execute import apply_table
+from shardwise.tensor.group import SimulatedTensorGroup
+from shardwise.tensor.table import ShardingTable, Style
+from shardwise.tensor.trace import run
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A whole model's logits and gradients, by parameter name (a tied one under its first), and their norm."""
+
+    logits: torch.Tensor
+    gradients: Mapping[str, torch.Tensor | None]
+    norm: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative error, and where it is: ``logits`` or a parameter. ``moved``: elements a rank sent."""
+
+    error: float
+    where: str
+    moved: Mapping[str, float]
+
+
+def reference(model: nn.Module) -> Reference:
+    """One pass of the whole model, forward and backward; its gradients are cleared again."""
+    logits = _pass(model, slice(None))
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients.values() if g is not None))
+    model.zero_grad(set_to_none=True)
+    return Reference(logits, gradients, norm)
+
+
+def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Difference:
+    """Split copies of ``model`` on threads, and the largest difference of logits and gradients.
+
+    Raises:
+        Exception: what a forward raises on its part.
+    """
+    groups = SimulatedTensorGroup.make(table.degree)
+    splits: list[tuple[nn.Module, dict[str, ParamLayout], torch.Tensor] | None] = [None] * table.degree
+
+    def work(rank: int) -> None:
+        split = copy.deepcopy(model)
+        layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in split.named_parameters()}
+        layouts = apply_table(split, table, groups[rank], layouts)
+        splits[rank] = split, layouts, _pass(split, _columns(table, want.logits.shape[-1], rank))
+
+    _in_threads(work, groups)
+    errors: dict[str, float] = {}
+    for rank, done in enumerate(splits):
+        assert done is not None
+        split, layouts, logits = done
+        columns = _columns(table, want.logits.shape[-1], rank)
+        errors["logits"] = max(errors.get("logits", 0.0), _error(logits, want.logits[..., columns], 0.0))
+        for name, parameter in split.named_parameters():
+            grad = parameter.grad
+            if layouts[name].tp_partial:
+                shares = [dict(other[0].named_parameters())[name].grad for other in splits if other is not None]
+                present = [share for share in shares if share is not None]
+                grad = torch.stack(present).sum(0) if present else None
+            error = _gradient_error(grad, want.gradients[name], layouts[name], want.norm)
+            errors[name] = max(errors.get(name, 0.0), error)
+    where = max(errors, key=lambda name: errors[name])
+    import os
+    if os.environ.get("DBG"): print({k: f"{v:.1e}" for k, v in errors.items() if v > 1e-9})
+    return Difference(errors[where], where, groups[0].moved)
+
+
+def _gradient_error(
+    grad: torch.Tensor | None, whole: torch.Tensor | None, layout: ParamLayout, norm: float
+) -> float:
+    if grad is None or whole is None:
+        other = whole if grad is None else grad
+        # Where no token of this rank's part came by there is none; zeros are as good.
+        return 0.0 if other is None or not bool(other.any()) else math.inf
+    return max(
+        (_error(grad[piece.local_slices], whole[piece.whole_slices], norm) for piece in layout.pieces), default=0.0
+    )
+
+
+def _error(value: torch.Tensor, want: torch.Tensor, norm: float) -> float:
+    """Relative error; a value that is no number counts as infinite."""
+    if value.shape != want.shape:
+        return math.inf
+    error = relative_error(float((value - want).norm()), float(want.norm()), norm)
+    return error if math.isfinite(error) else math.inf
+
+
+def _columns(table: ShardingTable, vocab_size: int, rank: int) -> slice:
+    """The logits that a rank computes."""
+    if Style.VOCAB_HEAD not in {split.style for split in table.modules.values()}:
+        return slice(None)
+    return slice(*chunk_range(vocab_size, table.degree, rank))
+
+
+def _pass(model: nn.Module, columns: slice) -> torch.Tensor:
+    """The logits, after a backward pass of a loss that weighs each of them by a fixed random number.
+
+    Where every rank has all logits, each of them weighs them alike, and gradients are whole.
+    """
+    logits: torch.Tensor = run(model).logits
+    # Drawn column by column, so that a rank's columns weigh what they do in the whole.
+    size = logits.shape[-1] if columns.stop is None else columns.stop
+    drawn = torch.randn(
+        size, *logits.shape[:-1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64
+    )
+    weights = drawn.movedim(0, -1)[..., columns].to(logits)
+    (logits * weights).sum().backward()
+    return logits.detach()
+
+
+def _in_threads(work: Callable[[int], None], groups: list[SimulatedTensorGroup]) -> None:
+    """Run ``work`` for each rank at the same time; the first error that is not a broken meeting is raised."""
+    errors: list[Exception] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except Exception as error:  # whatever a foreign forward raises on its part
+            errors.append(error)
+            groups[rank].abort()
+
+    threads = [threading.Thread(target=guarded, args=(group.rank,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])

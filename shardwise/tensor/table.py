@@ -1,0 +1,154 @@
+"""The sharding table: how each module and parameter is split over the tensor axis, and what that costs.
+
+Found by :mod:`shardwise.tensor.search`, proven by :mod:`shardwise.tensor.proof`, stored in ``plan.json``, executed
+by :mod:`shardwise.tensor.execute`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from shardwise.errors import PlanError
+
+
+class Style(StrEnum):
+    """How a module is split, and which collective that costs."""
+
+    COLUMN = "column"  # output features split; all-reduce of the input's gradient, once for a group
+    ROW = "row"  # input features split; all-reduce of the output, bias added once
+    KV_SLICE = "kv_slice"  # more tensor ranks than key/value heads: whole weight, each rank computes its head
+    VOCAB_EMBEDDING = "vocab_embedding"  # rows split; all-reduce of the output
+    VOCAB_HEAD = "vocab_head"  # output features split, logits stay split; all-reduce of the input's gradient
+    COLUMN_GATHER = "column_gather"  # as column; all-gather of the output
+    ROW_SPLIT = "row_split"  # as row; each rank takes its part of a whole input, whose gradient it has a share of
+    SUM_OUTPUT = "sum_output"  # whole weight; the readers of the output are split: all-reduce of its gradient
+    PARTIAL = "partial"  # whole weight that sees only this rank's part: gradient summed once a step
+    EXPERTS = "experts"  # each expert's inner features split; all-reduce of the output and of the inputs' gradients
+
+
+@dataclass(frozen=True)
+class ModuleSplit:
+    """The style of one module.
+
+    Args:
+        parts: sizes of what lies side by side in the dim that is cut, each cut over all ranks; empty: one part.
+        group: modules of one group read the same input, and the gradient of that is summed once for all; empty: the
+            input's gradient stays a share of this rank.
+        shares: of a gathered output's gradient each rank has a share, which are summed.
+        units: of ``KV_SLICE``: number of heads that the ranks share.
+    """
+
+    style: Style
+    parts: tuple[int, ...] = ()
+    group: str = ""
+    shares: bool = False
+    units: int = 0
+
+
+@dataclass(frozen=True)
+class ParamCut:
+    """How the tensor axis cuts a parameter that is not a matrix of a split module.
+
+    Args:
+        dim: the dim that is cut, by ``parts``; None: whole, and each rank's gradient is its share.
+        once: whole, and only the first rank computes with it (a bias of what is summed over the ranks).
+    """
+
+    dim: int | None = None
+    parts: tuple[int, ...] = ()
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class LocalValue:
+    """A number that a module's forward reads, and what a rank reads in its place: ``times`` / ``over`` of it."""
+
+    attribute: str  # config.NAME: of the configuration that the module keeps
+    times: int
+    over: int
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """What a table leaves whole on every rank, and what a rank sends for it, forward and backward.
+
+    Args:
+        whole: parameters in the blocks that no rank cuts.
+        total: all parameters in the blocks.
+        forward: elements for each token of a pass, at ring cost.
+        backward: the same of the backward pass.
+    """
+
+    whole: int
+    total: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class ShardingTable:
+    """Everything that is not simply replicated, by full name.
+
+    Args:
+        modules: module -> its split.
+        params: parameter outside of these -> its cut.
+        values: module -> what it reads in place of whole-model numbers.
+        refused: what stays whole on every rank, and why.
+    """
+
+    degree: int
+    modules: Mapping[str, ModuleSplit] = field(default_factory=dict)
+    params: Mapping[str, ParamCut] = field(default_factory=dict)
+    values: Mapping[str, tuple[LocalValue, ...]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    cost: TableCost | None = None
+
+    def style(self, name: str) -> Style | None:
+        """The style of a module, None where it is replicated."""
+        split = self.modules.get(name)
+        return None if split is None else split.style
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "degree": self.degree,
+            "modules": {name: _without_defaults(split) for name, split in self.modules.items()},
+            "params": {name: _without_defaults(cut) for name, cut in self.params.items()},
+            "values": {name: [asdict(value) for value in values] for name, values in self.values.items()},
+            "refused": dict(self.refused),
+            "cost": None if self.cost is None else asdict(self.cost),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ShardingTable:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            PlanError: a field or a style that is not known.
+        """
+        try:
+            return cls(
+                degree=data["degree"],
+                modules={
+                    name: ModuleSplit(**{**split, "style": Style(split["style"]), "parts": tuple(split.get("parts", ()))})
+                    for name, split in data["modules"].items()
+                },
+                params={
+                    name: ParamCut(**{**cut, "parts": tuple(cut.get("parts", ()))}) for name, cut in data["params"].items()
+                },
+                values={
+                    name: tuple(LocalValue(**value) for value in values) for name, values in data["values"].items()
+                },
+                refused=dict(data["refused"]),
+                cost=None if data["cost"] is None else TableCost(**data["cost"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError("the plan's sharding table", f"is damaged ({error})", "Make the plan again") from None
+
+
+def _without_defaults(value: ModuleSplit | ParamCut) -> dict[str, Any]:
+    fields = type(value).__dataclass_fields__
+    kept = {name: getattr(value, name) for name, f in fields.items() if getattr(value, name) != f.default}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
