@@ -64,23 +64,19 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
         splits[rank] = split, layouts, _pass(split, _columns(table, want.logits.shape[-1], rank))
 
     _in_threads(work, groups)
-    errors: dict[str, float] = {}
-    for rank, done in enumerate(splits):
-        assert done is not None
-        split, layouts, logits = done
+    ranks = [done for done in splits if done is not None]
+    gradients = [{name: p.grad for name, p in split.named_parameters()} for split, _, _ in ranks]
+    errors: dict[str, float] = {"logits": 0.0}
+    for rank, (_, layouts, logits) in enumerate(ranks):
         columns = _columns(table, want.logits.shape[-1], rank)
-        errors["logits"] = max(errors.get("logits", 0.0), _error(logits, want.logits[..., columns], 0.0))
-        for name, parameter in split.named_parameters():
-            grad = parameter.grad
+        errors["logits"] = max(errors["logits"], _error(logits, want.logits[..., columns], 0.0))
+        for name, grad in gradients[rank].items():
             if layouts[name].tp_partial:
-                shares = [dict(other[0].named_parameters())[name].grad for other in splits if other is not None]
-                present = [share for share in shares if share is not None]
-                grad = torch.stack(present).sum(0) if present else None
+                shares = [share for other in gradients if (share := other[name]) is not None]
+                grad = torch.stack(shares).sum(0) if shares else None
             error = _gradient_error(grad, want.gradients[name], layouts[name], want.norm)
             errors[name] = max(errors.get(name, 0.0), error)
     where = max(errors, key=lambda name: errors[name])
-    import os
-    if os.environ.get("DBG"): print({k: f"{v:.1e}" for k, v in errors.items() if v > 1e-9})
     return Difference(errors[where], where, groups[0].moved)
 
 
@@ -116,7 +112,7 @@ def _pass(model: nn.Module, columns: slice) -> torch.Tensor:
 
     Where every rank has all logits, each of them weighs them alike, and gradients are whole.
     """
-    logits: torch.Tensor = run(model).logits
+    logits = run(model)
     # Drawn column by column, so that a rank's columns weigh what they do in the whole.
     size = logits.shape[-1] if columns.stop is None else columns.stop
     drawn = torch.randn(

@@ -8,7 +8,6 @@ operator is known by name; a dependency that is not there has a gradient of exac
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.models.calling import call_model
+
 ROWS, LENGTH = 2, 8
+_FIRST_ID, _LAST_ID = 5, 40  # of the tokens: no special ones, and in every small copy's vocabulary
 
 
 @dataclass
@@ -94,18 +96,10 @@ def trace_blocks(model: nn.Module, blocks: str) -> list[BlockTrace]:
     return [traces[index] for index in sorted(traces)]
 
 
-def run(model: nn.Module, **more: Any) -> Any:
-    """One pass over fixed random tokens; positions given and no cache, as the blocks run in training."""
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    given = {"input_ids": token_ids(embedding.num_embeddings), "use_cache": False, **more}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    return model(**given)
-
-
-def token_ids(vocab_size: int) -> torch.Tensor:
-    """[ROWS, LENGTH] tokens of a fixed seed."""
-    return torch.randint(0, vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+def run(model: nn.Module) -> torch.Tensor:
+    """The logits of one pass over fixed tokens, as the blocks run in training."""
+    ids = torch.randint(_FIRST_ID, _LAST_ID, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return call_model(model, ids, torch.arange(LENGTH).expand(ROWS, LENGTH))
 
 
 def _acts_linearly(module: nn.Module) -> bool:
