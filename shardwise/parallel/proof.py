@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import PlanError
+from shardwise.models.shard import take
 from shardwise.models.sharding import published_table
 from shardwise.models.structure import find_structure
 from shardwise.parallel.mesh import Mesh
@@ -152,7 +153,7 @@ def _largest_error(whole: PreTrainedModel, mesh: Mesh) -> tuple[float, str]:
     originals = dict(whole.named_parameters())
     with torch.no_grad():
         for name, parameter in split.named_parameters():
-            parameter.copy_(originals[name][layouts[name].slices])
+            parameter.copy_(take(originals[name], layouts[name]))
     vocabulary = slice(*chunk_range(whole.config.vocab_size, mesh.size("tp"), mesh.coordinate("tp")))
     want = _pass(whole, slice(None), mesh.device)
     got = _pass(split, vocabulary, mesh.device)
@@ -165,7 +166,7 @@ def _largest_error(whole: PreTrainedModel, mesh: Mesh) -> tuple[float, str]:
             continue
         if layouts[name].tp_partial:
             dist.all_reduce(grad, group=mesh.group("tp"))
-        errors[name] = _error(grad, original[layouts[name].slices], total)
+        errors[name] = _error(grad, take(original, layouts[name]), total)
     where = max(errors, key=lambda name: errors[name])
     worst = torch.tensor(errors[where], dtype=torch.float32, device=mesh.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=mesh.group("tp"))

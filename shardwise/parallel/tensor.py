@@ -161,7 +161,7 @@ def _layout(layout: ParamLayout, style: Style, context: _Context) -> ParamLayout
         return replace(layout, tp_partial=True)
     if dim >= len(layout.shape):  # the bias of a row module is whole on every rank
         return layout
-    return replace(layout, tp_dim=dim, tp_range=chunk_range(layout.shape[dim], context.degree, context.rank))
+    return replace(layout, tp_dim=dim, tp_ranges=(chunk_range(layout.shape[dim], context.degree, context.rank),))
 
 
 def _cut(parameter: nn.Parameter, layout: ParamLayout) -> nn.Parameter:
