@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Ranges = tuple[tuple[int, int], ...]
+from shardwise.spec.layout import Piece, Ranges
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Box:
-    """What a slice of the whole has in common with one part.
+    """What a piece of the whole has in common with one part.
 
-    ``local`` addresses it in the slice; ``stored`` are its ranges in the tensor ``name``.
+    ``local`` addresses it in the local tensor; ``stored`` are its ranges in the tensor ``name``.
     """
 
     name: str
@@ -69,24 +69,27 @@ class Box:
     part: Part
 
     def turned(self, local: torch.Tensor) -> torch.Tensor:
-        """A view of the slice's elements at ``local`` with the tensor's dims."""
+        """A view of the elements at ``local`` with the tensor's dims."""
         return self.part.turned(local)
 
 
-def boxes(parts: Sequence[Part], ranges: Ranges, *, first: bool = False) -> list[Box]:
-    """The boxes that make up the slice ``ranges`` of a whole.
+def boxes(parts: Sequence[Part], pieces: Sequence[Piece], *, first: bool = False) -> list[Box]:
+    """The boxes that make up ``pieces`` of a whole.
 
     Args:
         first: of parts that hold the same elements (a tied weight that is stored twice) only the first.
     """
-    found, seen = [], set()
-    for part in parts:
-        both = part.overlap(ranges)
-        if both is None or (first and part.start in seen):
-            continue
-        seen.add(part.start)
-        local = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(both, ranges, strict=True))
-        found.append(Box(part.name, local, part.in_tensor(both), part))
+    found = []
+    for piece in pieces:
+        seen = set()
+        for part in parts:
+            both = part.overlap(piece.whole)
+            if both is None or (first and part.start in seen):
+                continue
+            seen.add(part.start)
+            shifts = [place - start for (start, _), (place, _) in zip(piece.whole, piece.local, strict=True)]
+            local = tuple(slice(low + shift, high + shift) for (low, high), shift in zip(both, shifts, strict=True))
+            found.append(Box(part.name, local, part.in_tensor(both), part))
     return found
 
 

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.companions import Companions
-from shardwise.checkpoint.compose import Ranges, boxes
+from shardwise.checkpoint.compose import boxes
 from shardwise.checkpoint.naming import Naming, StoredTensor
 from shardwise.checkpoint.safetensors import DTYPES, contiguous_runs
 from shardwise.errors import SaveError
 from shardwise.models.shard import Shard
+from shardwise.spec.layout import Ranges
 from shardwise.spec.weight_files import INDEX_FILE, WEIGHTS_FILE
 from shardwise.units import format_bytes
 
@@ -120,8 +121,8 @@ def write_files(
     dist.barrier()
     places = _places(files, tensors)
     for name, shard in named:
-        if shard.layout.owned and shard.data.numel():
-            for box in boxes(naming.parts[name], shard.layout.ranges):
+        if shard.layout.owned:
+            for box in boxes(naming.parts[name], shard.layout.pieces):
                 values = box.turned(shard.data[box.local])
                 _write_box(folder, places[box.name], tensors[box.name], box.stored, values)
     dist.barrier()

@@ -22,5 +22,5 @@ def load_slices(folder: Path, shards: Iterable[Shard], naming: Naming) -> None:
     """
     with TensorFolder(folder, naming.ignored) as stored:
         for shard in shards:
-            for box in boxes(naming.parts[shard.layout.source], shard.layout.ranges, first=True):
+            for box in boxes(naming.parts[shard.layout.source], shard.layout.pieces, first=True):
                 stored.read_into(box.name, box.stored, box.turned(shard.data[box.local]))

@@ -71,7 +71,8 @@ class TensorFolder:
     def read_into(self, name: str, ranges: Ranges, out: torch.Tensor) -> None:
         """Fill ``out`` with the slice ``ranges`` (half-open, one for each dim), converted to its dtype.
 
-        Reads only the bytes of the slice, and takes no memory but a buffer of a MiB where the dtypes differ.
+        Reads only the bytes of the slice, and takes no memory but a buffer of a MiB where the dtypes differ or ``out``
+        does not lie in one run.
         """
         entry = self.entries[name]
         assert out.shape == torch.Size(stop - start for start, stop in ranges), (name, out.shape, ranges)
@@ -79,6 +80,9 @@ class TensorFolder:
             return
         if out.is_contiguous():
             self._read_flat(entry, ranges, out.view(-1))
+        elif out.numel() * out.element_size() > _BOUNCE_BYTES:
+            for half, part in _halves(ranges, out):
+                self.read_into(name, half, part)
         else:
             whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self._read_flat(entry, ranges, whole.view(-1))
@@ -104,6 +108,15 @@ class TensorFolder:
             self._open[file] = os.open(file, os.O_RDONLY)
             self._stack.callback(os.close, self._open[file])
         return self._open[file]
+
+
+def _halves(ranges: Ranges, out: torch.Tensor) -> Iterator[tuple[Ranges, torch.Tensor]]:
+    """Both halves of the first dim that has more than one element."""
+    dim = next(dim for dim, size in enumerate(out.shape) if size > 1)
+    start, stop = ranges[dim]
+    middle = (start + stop) // 2
+    for low, high in ((start, middle), (middle, stop)):
+        yield [*ranges[:dim], (low, high), *ranges[dim + 1 :]], out.narrow(dim, low - start, high - low)
 
 
 def contiguous_runs(shape: Sequence[int], ranges: Ranges) -> tuple[np.ndarray, int]:

@@ -23,19 +23,22 @@ from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import save_error, writing
 from shardwise.checkpoint.listing import STATE_FILE, checkpoint_name, complete_checkpoints, step_of
 from shardwise.errors import CheckpointError
-from shardwise.spec.layout import ParamLayout
+from shardwise.spec.layout import ParamLayout, Piece
 
 SUPERSEDED = "superseded"
 
 
 class SlicedTensor(torch.Tensor):
-    """A rank's slice of a whole tensor, in the terms of DCP's protocol for tensors (``_Checkpointable``)."""
+    """A rank's part of a whole tensor, in the terms of DCP's protocol for tensors (``_Checkpointable``).
+
+    Each piece of it is one of DCP's chunks, known by its first element in the whole.
+    """
 
     place: ParamLayout
 
     @staticmethod
     def of(data: torch.Tensor, layout: ParamLayout) -> SlicedTensor:
-        """``data`` (shares its storage) as the slice ``layout.slices`` of a tensor of shape ``layout.shape``."""
+        """``data`` (shares its storage) as the pieces ``layout.pieces`` of a tensor of shape ``layout.shape``."""
         sliced = data.detach().as_subclass(SlicedTensor)
         sliced.place = layout
         return sliced
@@ -44,21 +47,31 @@ class SlicedTensor(torch.Tensor):
         """The whole tensor's shape, which DCP compares with what was saved (as a DTensor's ``size`` is)."""
         return torch.Size(self.place.shape) if dim is None else self.place.shape[dim]
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.place.offsets), torch.Size(self.place.local_shape))
-
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if not self.place.owned or not self.numel():
+        if not self.place.owned:
             return []
-        plain = self.as_subclass(torch.Tensor)
-        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(plain), torch.Size(self.place.shape))
-        return [WriteItem(MetadataIndex(fqn, torch.Size(self.place.offsets)), WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
+        size = torch.Size(self.place.shape)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.numel() else []
+        return [_chunk(piece) for piece in self.place.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
+        (piece,) = (piece for piece in self.place.pieces if _chunk(piece).offsets == index.offset)
+        return self.as_subclass(torch.Tensor)[piece.local_slices]
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    offsets = torch.Size(start for start, _ in piece.whole)
+    return ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in piece.whole))
 
 
 def tensor_state(values: Iterable[tuple[ParamLayout, torch.Tensor]], prefix: str) -> dict[str, SlicedTensor]:

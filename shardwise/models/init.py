@@ -1,7 +1,7 @@
 """Random initial values that do not depend on the layout.
 
 A parameter is drawn in chunks of 1,024 rows, each by its own counter-based generator (Philox), keyed by
-(seed, name, chunk). A rank draws the chunks that its slice touches and keeps its part, so every layout
+(seed, name, chunk). A rank draws the chunks that its pieces touch and keeps its part, so every layout
 starts from the same bits. The distribution is the one that the model's own ``_init_weights`` asks for:
 it is run on meta tensors, and what it calls is recorded.
 """
@@ -21,6 +21,7 @@ from transformers import initialization as hf_init
 
 from shardwise.errors import PlanError
 from shardwise.models.shard import Shard
+from shardwise.spec.layout import ParamLayout, Piece
 
 ROWS_PER_CHUNK = 1024
 
@@ -133,18 +134,22 @@ def _values(generator: np.random.Generator, shape: tuple[int, ...], dist: Distri
 def fill_random(shards: Iterable[Shard], dists: dict[str, Distribution], seed: int) -> None:
     """Fill every shard with its part of the random initial values."""
     for shard in shards:
-        layout = shard.layout
-        dist = dists[layout.source]
-        if len(layout.shape) > 2:  # stacked experts: each is drawn by itself
-            for place, index in enumerate(range(*layout.ranges[0])):
-                part = draw(layout.shape[1:], layout.ranges[1], f"{layout.source}/{index}", seed, dist)
-                shard.data[place].copy_(_cut(part, layout.slices[2:]))
-            continue
-        start, stop = layout.ranges[0]
-        for first in range(start, stop, ROWS_PER_CHUNK):  # one chunk in memory at a time
-            last = min(first + ROWS_PER_CHUNK, stop)
-            values = draw(layout.shape, (first, last), layout.source, seed, dist)
-            shard.data[first - start : last - start].copy_(_cut(values, layout.slices[1:]))
+        for piece in shard.layout.pieces:
+            _fill(shard.data[piece.local_slices], piece, shard.layout, dists[shard.layout.source], seed)
+
+
+def _fill(out: torch.Tensor, piece: Piece, layout: ParamLayout, dist: Distribution, seed: int) -> None:
+    """Fill ``out``, the elements of ``piece``."""
+    start, stop = piece.whole[0]
+    if len(layout.shape) > 2:  # stacked experts: each is drawn by itself
+        for index in range(start, stop):
+            part = draw(layout.shape[1:], piece.whole[1], f"{layout.source}/{index}", seed, dist)
+            out[index - start].copy_(_cut(part, piece.whole_slices[2:]))
+        return
+    for first in range(start, stop, ROWS_PER_CHUNK):  # one chunk in memory at a time
+        last = min(first + ROWS_PER_CHUNK, stop)
+        values = draw(layout.shape, (first, last), layout.source, seed, dist)
+        out[first - start : last - start].copy_(_cut(values, piece.whole_slices[1:]))
 
 
 def _cut(values: np.ndarray, slices: tuple[slice, ...]) -> torch.Tensor:

@@ -44,9 +44,20 @@ class Master:
         parameter.grad = None
 
 
+def take(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+    """What ``layout`` holds of ``whole``, of shape ``layout.local_shape``; a view where it is one piece."""
+    pieces = layout.pieces
+    if len(pieces) == 1:
+        return whole[pieces[0].whole_slices]
+    values = whole.new_empty(layout.local_shape)
+    for piece in pieces:
+        values[piece.local_slices] = whole[piece.whole_slices]
+    return values
+
+
 @dataclass(frozen=True)
 class Shard:
-    """One parameter as this rank holds it: ``data`` is the slice ``layout.slices`` of the whole.
+    """One parameter as this rank holds it: ``data`` are the pieces ``layout.pieces`` of the whole.
 
     ``data`` is what the optimizer steps, checkpoints save and exports write: the master where there is
     one (bf16 compute without FSDP2, which keeps fp32 shards itself), else the parameter.

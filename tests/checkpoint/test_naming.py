@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -13,17 +15,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.compose import Composed, boxes
+from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.naming import default_naming, naming_of_folder
-from shardwise.checkpoint.safetensors import TensorFolder
 from shardwise.errors import CheckpointError
 from shardwise.models.build import build_on_meta
+from shardwise.models.shard import Shard
+from shardwise.spec.layout import ParamLayout, chunk_range
+from tests.layouts import grids, held
 from tests.parallel.families import make_family
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_moves_of_elements_are_those_of_torch(data: st.DataObject) -> None:
-    """Random chains of stack, join, cut and turn; then a random slice, read box by box."""
+    """Random chains of stack, join, cut and turn; then what random layouts hold, read box by box."""
     shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
     stored = {f"t{i}": torch.arange(i * 100, i * 100 + shape[0] * shape[1]).view(shape).float() for i in range(4)}
     real = list(stored.values())
@@ -39,27 +44,33 @@ def test_moves_of_elements_are_those_of_torch(data: st.DataObject) -> None:
     index = data.draw(st.integers(0, -(-want.shape[cut] // size) - 1))
     want, got = torch.split(want, size, cut)[index], torch.split(got, size, cut)[index]
     assert tuple(got.shape) == tuple(want.shape)
-    ranges = tuple(tuple(sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in want.shape)
-    out = torch.full([high - low for low, high in ranges], -1.0)
-    for box in boxes(got.parts, ranges):
-        box.turned(out[box.local]).copy_(stored[box.name][tuple(slice(*r) for r in box.stored)])
-    assert torch.equal(out, want[tuple(slice(*r) for r in ranges)])
+    for layout in data.draw(grids(tuple(want.shape))):
+        out = torch.full(layout.local_shape, -1.0)
+        for box in boxes(got.parts, layout.pieces):
+            box.turned(out[box.local]).copy_(stored[box.name][tuple(slice(*r) for r in box.stored)])
+        assert torch.equal(out, held(want, layout))
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "qwen3_moe", "gpt2", "gemma2", "glm"])
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "qwen3_moe", "gpt2", "gemma2", "glm", "phi3"])
 def test_names_are_those_that_transformers_saves_and_values_those_that_it_loads(tmp_path: Path, name: str) -> None:
     folder = make_family(tmp_path, name)
     model = build_on_meta(folder, None)
     naming, default = naming_of_folder(folder, model), default_naming(model, torch.float32)
     assert {n: t.shape for n, t in naming.tensors.items()} == {n: t.shape for n, t in default.tensors.items()}
     assert set(naming.tensors) == set(load_file(folder / "model.safetensors"))
-    with TensorFolder(folder) as stored:
-        for parameter_name, want in AutoModelForCausalLM.from_pretrained(folder).named_parameters():
-            ranges = tuple((size // 3, size) for size in want.shape)
-            out = torch.full([high - low for low, high in ranges], float("nan"))
-            for box in boxes(naming.parts[parameter_name], ranges, first=True):
-                stored.read_into(box.name, box.stored, box.turned(out[box.local]))
-            assert torch.equal(out, want.detach()[tuple(slice(*r) for r in ranges)]), parameter_name
+    for parameter_name, want in AutoModelForCausalLM.from_pretrained(folder).named_parameters():
+        for dim, rank in itertools.product(range(want.dim()), range(2)):
+            layout = _two_parts(parameter_name, tuple(want.shape), dim, rank)
+            shard = Shard(layout, torch.nn.Parameter(torch.full(layout.local_shape, float("nan"))))
+            load_slices(folder, [shard], naming)
+            assert torch.equal(shard.data, held(want.detach(), layout)), (parameter_name, dim)
+
+
+def _two_parts(name: str, shape: tuple[int, ...], dim: int, rank: int) -> ParamLayout:
+    """Gate and up, say, in one matrix, each cut in two; and the last shard of three of what that gives."""
+    ranges = (chunk_range(shape[dim], 4, rank), chunk_range(shape[dim], 4, rank + 2))
+    layout = ParamLayout(name, shape, tp_dim=dim, tp_ranges=ranges)
+    return replace(layout, shard_range=chunk_range(layout.local_shape[0], 3, rank + 1))
 
 
 def _rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> Path:
@@ -108,9 +119,9 @@ def test_files_keep_their_number_and_each_tensor_its_dtype(tmp_path: Path) -> No
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     files = {"model-00001-of-00002.safetensors": names[:20], "model-00002-of-00002.safetensors": names[20:]}
-    for file, held in files.items():
-        save_file({n: tensors[n].half() if "norm" in n else tensors[n] for n in held}, folder / file)
-    index = {"metadata": {}, "weight_map": {n: file for file, held in files.items() for n in held}}
+    for file, listed in files.items():
+        save_file({n: tensors[n].half() if "norm" in n else tensors[n] for n in listed}, folder / file)
+    index = {"metadata": {}, "weight_map": {n: file for file, listed in files.items() for n in listed}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     naming = naming_of_folder(folder, build_on_meta(folder, None))
     assert {n: t.file for n, t in naming.tensors.items()} == index["weight_map"]

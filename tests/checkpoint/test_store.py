@@ -35,6 +35,7 @@ from shardwise.train.optim import Optimizer
 from shardwise.train.saving import all_tensors
 from shardwise.train.step import train_step
 from tests.fixtures import make_model, make_rows
+from tests.layouts import put
 from tests.parallel.harness import ADAMW, Case, build, loader_of, reference, strategy
 
 ROWS = tuple(make_rows())
@@ -74,7 +75,7 @@ def _state(model: Any, optimizer: Optimizer) -> list[tuple[Any, ...]]:
 def _whole(parts: list[list[tuple[Any, ...]]]) -> dict[tuple[str, str], torch.Tensor]:
     whole: dict[tuple[str, str], torch.Tensor] = {}
     for kind, layout, values in (item for part in parts for item in part):
-        whole.setdefault((kind, layout.source), torch.full(layout.shape, float("nan")))[layout.slices] = values
+        put(whole.setdefault((kind, layout.source), torch.full(layout.shape, float("nan"))), layout, values)
     return whole
 
 

@@ -21,6 +21,7 @@ from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta
+from shardwise.models.shard import take
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.model import ParallelModel
@@ -32,6 +33,7 @@ from shardwise.testing import run_distributed
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import evaluate, train_step
+from tests.layouts import put
 from tests.parallel.exact import Exact
 
 
@@ -265,9 +267,9 @@ def _whole(slices: list[tuple[ParamLayout, torch.Tensor]]) -> dict[str, torch.Te
         whole[name] = torch.empty(held[0][0].shape, dtype=held[0][1].dtype)
         for layout, values in held:
             if layout.owned:
-                whole[name][layout.slices] = values
+                put(whole[name], layout, values)
         for layout, values in held:  # replicas and tied copies hold the same bits as the owner
-            assert torch.equal(whole[name][layout.slices], values), f"a copy of {name} has drifted"
+            assert torch.equal(take(whole[name], layout), values), f"a copy of {name} has drifted"
     return whole
 
 

@@ -18,7 +18,7 @@ from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.naming import naming_of_folder
 from shardwise.models.build import build_on_meta
 from shardwise.models.lora import Adapters, find_adapters
-from shardwise.models.shard import Shard
+from shardwise.models.shard import Shard, take
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.model import ParallelModel
@@ -145,7 +145,7 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):
         if not (case.kept_tied and shard.layout.source in names):
-            shard.data.copy_(whole[PREFIX + shard.layout.source][shard.layout.slices])
+            shard.data.copy_(take(whole[PREFIX + shard.layout.source], shard.layout))
     return model, mesh, adapters
 
 

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from shardwise.spec.layout import ParamLayout, chunk_range, covers
-
-
-def _grid(shape: tuple[int, ...], tp_dim: int | None, tp: int, dp_shard: int) -> list[ParamLayout]:
-    """The layouts of one parameter on tp x dp_shard ranks, as the engine makes them."""
-    layouts = []
-    for t in range(tp):
-        layout = ParamLayout("w", shape, owned=tp_dim is not None or t == 0)
-        if tp_dim is not None:
-            layout = replace(layout, tp_dim=tp_dim, tp_range=chunk_range(shape[tp_dim], tp, t))
-        rows = layout.local_shape[0]
-        layouts += [replace(layout, shard_range=chunk_range(rows, dp_shard, d)) for d in range(dp_shard)]
-    return layouts
+from shardwise.spec.layout import ParamLayout, Piece, chunk_range, covers
+from tests.layouts import grids, held
 
 
 @hypothesis_settings(deadline=None)
@@ -34,37 +23,77 @@ def test_a_part_is_what_torch_chunk_gives(size: int, parts: int) -> None:
     assert [list(range(*chunk_range(size, parts, index))) for index in range(parts)] == chunks
 
 
-shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+@hypothesis_settings(deadline=None)
+@given(grids())
+def test_pieces_tile_the_local_tensor_with_the_elements_of_the_ranges(layouts: list[ParamLayout]) -> None:
+    whole = torch.arange(torch.Size(layouts[0].shape).numel()).view(layouts[0].shape)
+    for layout in layouts:
+        want = held(whole, layout)
+        assert want.shape == layout.local_shape
+        got, times = torch.full_like(want, -1), torch.zeros_like(want)
+        for piece in layout.pieces:
+            got[piece.local_slices] = whole[piece.whole_slices]
+            times[piece.local_slices] += 1
+        assert torch.equal(got, want)
+        assert torch.equal(times, torch.ones_like(times))
 
 
 @hypothesis_settings(deadline=None)
-@given(st.data(), shapes, st.integers(1, 4), st.integers(1, 4))
-def test_a_grid_of_ranks_covers_the_parameter_and_less_or_more_does_not(
-    data: st.DataObject, shape: tuple[int, ...], tp: int, dp_shard: int
-) -> None:
-    tp_dim = data.draw(st.none() | st.integers(0, len(shape) - 1))
-    layouts = _grid(shape, tp_dim, tp, dp_shard)
-    assert covers(layouts)
-    counts = np.zeros(shape, dtype=int)
+@given(grids())
+def test_pieces_are_as_few_as_can_be_and_in_order(layouts: list[ParamLayout]) -> None:
     for layout in layouts:
-        counts[layout.slices] += layout.owned
-        assert counts[layout.slices].shape == layout.local_shape
-    assert (counts == 1).all()
-    owners = [layout for layout in layouts if layout.owned and 0 not in layout.local_shape]
+        dim = layout.tp_dim or 0
+        spans = [piece.whole[dim] for piece in layout.pieces]
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
+
+
+@hypothesis_settings(deadline=None)
+@given(st.data(), grids())
+def test_a_grid_of_ranks_covers_the_parameter_and_less_or_more_does_not(
+    data: st.DataObject, layouts: list[ParamLayout]
+) -> None:
+    assert covers(layouts)
+    counts = torch.zeros(layouts[0].shape, dtype=torch.int64)
+    for layout in layouts:
+        for piece in layout.pieces:
+            counts[piece.whole_slices] += layout.owned
+    assert torch.equal(counts, torch.ones_like(counts))
+    owners = [layout for layout in layouts if layout.owned and layout.pieces]
     removed = data.draw(st.sampled_from(owners))
     assert not covers([layout for layout in layouts if layout is not removed])
     assert not covers([*layouts, removed])
     assert covers([*layouts, replace(removed, owned=False)])
 
 
-def test_the_data_axis_cuts_what_the_tensor_axis_left() -> None:
-    layout = ParamLayout("w", (12, 5), tp_dim=0, tp_range=(6, 12), shard_range=(2, 4))
-    assert layout.ranges == ((8, 10), (0, 5))
-    assert layout.offsets == (8, 0)
-    assert layout.local_shape == (2, 5)
-    assert np.arange(60).reshape(12, 5)[layout.slices].tolist() == [[40, 41, 42, 43, 44], [45, 46, 47, 48, 49]]
-    columns = ParamLayout("w", (12, 6), tp_dim=1, tp_range=(3, 6), shard_range=(0, 4))
-    assert columns.ranges == ((0, 4), (3, 6))
+def test_an_ordinary_slice_is_one_piece_that_the_data_axis_cuts_further() -> None:
+    rows = ParamLayout("w", (12, 5), tp_dim=0, tp_ranges=((6, 12),), shard_range=(2, 4))
+    assert rows.pieces == (Piece(((8, 10), (0, 5)), ((0, 2), (0, 5))),)
+    assert rows.local_shape == (2, 5)
+    columns = ParamLayout("w", (12, 6), tp_dim=1, tp_ranges=((3, 6),), shard_range=(0, 4))
+    assert columns.pieces == (Piece(((0, 4), (3, 6)), ((0, 4), (0, 3))),)
+
+
+def test_the_data_axis_cuts_across_the_ranges_of_a_fused_weight() -> None:
+    """Of q, k and v with 8, 4 and 4 rows the second rank holds 4, 2 and 2; the second of two shards starts in k."""
+    layout = ParamLayout("qkv", (16, 3), tp_dim=0, tp_ranges=((4, 8), (10, 12), (14, 16)))
+    assert layout.local_shape == (8, 3)
+    assert [piece.local[0] for piece in layout.pieces] == [(0, 4), (4, 6), (6, 8)]
+    sharded = replace(layout, shard_range=(5, 8))
+    assert [(piece.whole[0], piece.local[0]) for piece in sharded.pieces] == [((11, 12), (0, 1)), ((14, 16), (1, 3))]
+    stack = ParamLayout("gate_up", (6, 8, 3), tp_dim=1, tp_ranges=((2, 4), (6, 8)), shard_range=(3, 6))
+    assert stack.local_shape == (3, 4, 3)
+    assert stack.pieces == (
+        Piece(((3, 6), (2, 4), (0, 3)), ((0, 3), (0, 2), (0, 3))),
+        Piece(((3, 6), (6, 8), (0, 3)), ((0, 3), (2, 4), (0, 3))),
+    )
+
+
+@pytest.mark.parametrize("ranges", [((0, 3), (2, 5)), ((3, 5), (0, 2)), ((0, 7),), ((3, 2),), ()])
+def test_ranges_are_ascending_disjoint_and_inside(ranges: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(AssertionError):
+        ParamLayout("w", (6,), tp_dim=0, tp_ranges=ranges)
+    with pytest.raises(AssertionError):
+        ParamLayout("w", (6,), tp_ranges=((0, 3),))
 
 
 @pytest.mark.parametrize(
