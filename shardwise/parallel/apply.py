@@ -19,7 +19,7 @@ from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import agree_on_table, tensor_group
 from shardwise.tensor.execute import apply_table
-from shardwise.tensor.table import ShardingTable
+from shardwise.tensor.table import ShardingTable, Style
 
 
 def parallelize(
@@ -65,4 +65,6 @@ def parallelize(
     materialise(stage, mesh.device)
     recompute_buffers(model)
     shards = make_shards(model, layouts, compute_dtype)
-    return ParallelModel(stage, shards, mesh, tied_group(structure, mesh), compute_dtype), table
+    split_logits = table.style(structure.head) is Style.VOCAB_HEAD
+    parallel = ParallelModel(stage, shards, mesh, tied_group(structure, mesh), compute_dtype, split_logits=split_logits)
+    return parallel, table

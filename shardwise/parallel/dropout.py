@@ -138,4 +138,8 @@ def refuse_dropout_by_function(small: PreTrainedModel, degree: int) -> None:
         trained(input_ids=ids, use_cache=False)
     if seen.found:
         rule = f"{type(small).__name__} drops out of tensors that all tensor ranks hold, and their masks would differ"
-        raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, or set the residual and embedding dropout in its config.json to 0")
+        raise PlanError(
+            f"strategy.tp = {degree}",
+            rule,
+            "Use tp=1, or set the residual and embedding dropout in its config.json to 0",
+        )

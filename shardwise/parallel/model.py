@@ -33,14 +33,18 @@ class ParallelModel:
         mesh: Mesh,
         tied_group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype,
+        *,
+        split_logits: bool = True,
     ) -> None:
         self.stage, self.shards, self.mesh = stage, tuple(shards), mesh
         self.tied_group = tied_group
         config = stage.model.config.get_text_config()
         self._hidden_size: int = config.hidden_size
         self._dtype = compute_dtype  # of activations, which may be coarser than the stored weights
-        self._vocab = chunk_range(config.vocab_size, mesh.size("tp"), mesh.coordinate("tp"))
-        self._tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+        split_logits &= mesh.size("tp") > 1
+        parts, part = (mesh.size("tp"), mesh.coordinate("tp")) if split_logits else (1, 0)
+        self._vocab = chunk_range(config.vocab_size, parts, part)
+        self._tp_group = mesh.group("tp") if split_logits else None
         # FSDP2 sums over the replicas by itself.
         self._replica_sums = (
             ReplicaSums(self.shards, mesh.group("dp_replicate"), mesh.strategy.gradient_aggregation_group)

@@ -63,9 +63,7 @@ class Strategy:
 
 def legal_tensor_degrees(model: ModelSpec) -> list[int]:
     """Every tensor degree that gives each rank whole heads and a part of the vocabulary, and each KV head whole
-    ranks; experts stay whole."""
-    if model.num_experts:
-        return [1]
+    ranks."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
     most = min(heads, model.intermediate_size, model.vocab_size)
     return [
@@ -128,9 +126,7 @@ def _tensor_degree(given: int | None, model: ModelSpec) -> int:
     tp, legal = given or 1, legal_tensor_degrees(model)
     if tp in legal:
         return tp
-    if model.num_experts:
-        rule = f"a model with experts ({model.num_experts} in a block) is not split by tensors in this version"
-    elif model.num_heads % tp:
+    if model.num_heads % tp:
         rule = f"does not divide the {model.num_heads} attention heads"
     elif model.num_kv_heads % tp and tp % model.num_kv_heads:
         rule = f"neither divides the {model.num_kv_heads} KV heads nor is a multiple of them"

@@ -1,6 +1,6 @@
 """A table applied to a model: parameters become this rank's slices, modules compute on them.
 
-A split module keeps its class, its names and its place; its ``forward`` becomes one of :mod:`shardwise.tensor.forwards`.
+A split module keeps its class, its names and its place; its ``forward`` is one of :mod:`shardwise.tensor.forwards`.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def read_locally(module: nn.Module, values: tuple[LocalValue, ...]) -> None:
         setattr(target, attribute, whole * value.times // value.over)
 
 
-def _module_cuts(
-    model: nn.Module, modules: Mapping[str, nn.Module], table: ShardingTable
-) -> dict[str, ParamCut]:
+def _module_cuts(model: nn.Module, modules: Mapping[str, nn.Module], table: ShardingTable) -> dict[str, ParamCut]:
     """Actual parameter name -> its cut, of all split modules; PARTIAL where the whole weight sees a part."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     cuts: dict[str, ParamCut] = {}

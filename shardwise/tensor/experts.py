@@ -18,7 +18,9 @@ from shardwise.tensor.parts import find_parts
 from shardwise.tensor.table import ParamCut
 
 
-def find_expert_cuts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], degree: int) -> dict[str, ParamCut] | None:
+def find_expert_cuts(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], degree: int
+) -> dict[str, ParamCut] | None:
     """The cut of each parameter of a stack (in float64, with what it was called with); None where there is none."""
     params = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     for last, parameter in params.items():
@@ -71,7 +73,8 @@ def _cut(supports: list[torch.Tensor]) -> ParamCut | None:
         return ParamCut(once=True) if first.dim() < 3 else None
     for dim in range(1, first.dim()):
         others = [d for d in range(first.dim()) if d != dim]
-        parts = find_parts([support.any(dim=others).nonzero().flatten().tolist() for support in supports], first.shape[dim])
+        held = [support.any(dim=others).nonzero().flatten().tolist() for support in supports]
+        parts = find_parts(held, first.shape[dim])
         if parts is not None:
             return ParamCut(dim, parts)
     return None

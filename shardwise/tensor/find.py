@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.errors import PlanError
@@ -23,7 +22,7 @@ from shardwise.tensor.regions import Region, find_regions
 from shardwise.tensor.search import Mode, Problem, Sizes, Solution, solve
 from shardwise.tensor.simulate import Reference, compare, reference
 from shardwise.tensor.table import LocalValue, ModuleSplit, ParamCut, ShardingTable, Style, TableCost
-from shardwise.tensor.trace import BlockTrace, Product, trace_blocks
+from shardwise.tensor.trace import BlockTrace, Product, is_linear, trace_blocks
 from shardwise.tensor.values import candidate_sets, read_numbers
 
 Signature = tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -68,23 +67,48 @@ def find_table(model: nn.Module, small: nn.Module, degree: int) -> ShardingTable
         key = signature(trace.module)
         if key not in kinds and key in sizes:
             kinds[key] = _find_kind(small, trace, sizes[key], degree, want)
-    ends = _ends(small_structure)
     tables = {key: _relative_table(kind, small, None) for key, kind in kinds.items()}
-    proven = _spread(small, small_structure, tables, degree, ends)
-    difference = compare(small, proven, want)
-    if not difference.error <= PROOF:
-        rule = f"on a small copy the split differs from one process ({difference.where}: {difference.error:.1e})"
-        raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, and pp or dp_shard in its place")
+    with_ends = _proven_ends(small, small_structure, tables, degree, want)
     tables = {key: _relative_table(kind, small, sizes[key]) for key, kind in kinds.items()}
-    table = _spread(model, structure, tables, degree, _ends(structure))
-    return replace(table, cost=_cost(model, structure, kinds, degree))
+    table = _spread(model, structure, tables, degree, _ends(model, structure) if with_ends else {})
+    return replace(table, cost=_cost(model, structure, table, kinds))
 
 
-def _ends(structure: Structure) -> dict[str, ModuleSplit]:
-    return {
-        structure.embedding: ModuleSplit(Style.VOCAB_EMBEDDING),
-        structure.head: ModuleSplit(Style.VOCAB_HEAD, group=structure.head),
-    }
+def _proven_ends(
+    small: nn.Module,
+    structure: Structure,
+    tables: Mapping[Signature, ShardingTable],
+    degree: int,
+    want: Reference,
+) -> bool:
+    """Prove the table of the whole small model; whether embedding and head are split in it.
+
+    Raises:
+        PlanError: it differs from one process with and without them.
+    """
+    value, remedy = f"strategy.tp = {degree}", "Use tp=1, and pp or dp_shard in its place"
+    rule = ""
+    for ends in (_ends(small, structure), {}):
+        try:
+            difference = compare(small, _spread(small, structure, tables, degree, ends), want)
+        except Exception as error:  # whatever a foreign forward raises on its part
+            rule = f"its split does not run on a small copy ({type(error).__name__}: {error})"
+            continue
+        if difference.error <= PROOF:
+            return bool(ends)
+        rule = f"on a small copy the split differs from one process ({difference.where}: {difference.error:.1e})"
+    raise PlanError(value, rule, remedy)
+
+
+def _ends(model: nn.Module, structure: Structure) -> dict[str, ModuleSplit]:
+    """Embedding and head split over the vocabulary, where both are what their classes promise."""
+    embedding, head = model.get_submodule(structure.embedding), model.get_submodule(structure.head)
+    ends = {}
+    if isinstance(embedding, nn.Embedding):
+        ends[structure.embedding] = ModuleSplit(Style.VOCAB_EMBEDDING)
+    if is_linear(head) and {name for name, _ in head.named_parameters()} <= {"weight", "bias"}:
+        ends[structure.head] = ModuleSplit(Style.VOCAB_HEAD, group=structure.head)
+    return {} if structure.tied and len(ends) < 2 else ends
 
 
 def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int, want: Reference) -> _Kind:
@@ -99,11 +123,11 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
     values: dict[int, dict[str, tuple[LocalValue, ...]]] = {}
     for index, region in enumerate(regions):
         if region.splittable and not region.is_residual:
-            found = _try_region(small, trace, problem, index, degree, want)
-            if found is None:
+            numbers = _try_region(small, trace, problem, index, degree, want)
+            if numbers is None:
                 region.splittable = False
             else:
-                values[index] = found
+                values[index] = numbers
     return _Kind(trace.name, trace, problem, cuts, values, solve(problem))
 
 
@@ -241,7 +265,8 @@ def _real_cut(name: str, cut: ParamCut, small_block: nn.Module, real: nn.Module)
 def _scaled(name: str, parts: tuple[int, ...], size: int) -> tuple[int, ...]:
     found = scaled(parts, size)
     if found is None:
-        raise PlanError(f"the parts of {name}", f"are {list(parts)} in a small copy, and {size} has no such parts", "Use tp=1")
+        rule = f"are {list(parts)} in a small copy, and {size} has no such parts"
+        raise PlanError(f"the parts of {name}", rule, "Use tp=1")
     return found
 
 
@@ -287,20 +312,18 @@ def _full(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if name else prefix
 
 
-def _cost(model: nn.Module, structure: Structure, kinds: Mapping[Signature, _Kind], degree: int) -> TableCost:
+def _cost(model: nn.Module, structure: Structure, table: ShardingTable, kinds: Mapping[Signature, _Kind]) -> TableCost:
     """What the blocks leave whole and move, summed over the model."""
-    whole, forward, backward = 0, 0.0, 0.0
+    forward, backward = 0.0, 0.0
     blocks = model.get_submodule(structure.blocks)
-    ring = (degree - 1) / degree
     for block in blocks:
         kind = kinds.get(signature(block))
-        if kind is None:
-            whole += sum(p.numel() for p in block.parameters())
-            continue
-        problem, chosen = kind.problem, kind.solution.choices
-        whole += sum(choice.whole for choice in chosen.values())
-        forward += ring * sum(choice.forward for choice in chosen.values())
-        paid = {problem.groups[name]: problem.sizes[name].inputs for name, c in chosen.items() if c.sums_input}
-        backward += ring * (sum(choice.backward for choice in chosen.values()) + 2.0 * sum(paid.values()))
-    total = sum(p.numel() for block in blocks for p in block.parameters())
-    return TableCost(whole, total, forward, backward)
+        if kind is not None:
+            problem, chosen = kind.problem, kind.solution.choices
+            forward += sum(choice.forward for choice in chosen.values())
+            paid = {problem.groups[name]: problem.sizes[name].inputs for name, c in chosen.items() if c.sums_input}
+            backward += sum(choice.backward for choice in chosen.values()) + 2.0 * sum(paid.values())
+    sizes = {name: p.numel() for name, p in blocks.named_parameters(prefix=structure.blocks)}
+    whole = sum(size for name, size in sizes.items() if not table.is_cut(name))
+    ring = (table.degree - 1) / table.degree
+    return TableCost(whole, sum(sizes.values()), ring * forward, ring * backward)

@@ -55,7 +55,7 @@ def find_parts(held: Sequence[Sequence[int]], size: int) -> tuple[int, ...] | No
         return None  # a gap, or an element that two ranks need
     starts = [start for start, _ in cuts[0]]
     parts = tuple(b - a for a, b in zip(starts, [*starts[1:], size], strict=True))
-    if starts[:1] != [0] or any(part_ranges(parts, degree, rank) != cuts[rank] for rank in range(degree)):
+    if starts[:1] != [0] or any(merged(part_ranges(parts, degree, rank)) != cuts[rank] for rank in range(degree)):
         return None
     return parts
 
@@ -72,7 +72,7 @@ def find_units(held: Sequence[Sequence[int]], size: int) -> int | None:
 
 
 def scaled(parts: Sequence[int], size: int) -> tuple[int, ...] | None:
-    """``parts`` of a small copy as those of a dim of ``size``, in the same proportions; None where they leave a rest."""
+    """``parts`` of a small copy as those of a dim of ``size``, in the same proportions; None where a rest is left."""
     total = sum(parts)
     if any(part * size % total for part in parts):
         return None

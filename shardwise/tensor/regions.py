@@ -99,9 +99,7 @@ def _connected(reads: dict[str, tuple[set[str], set[str]]], sources: set[str]) -
     return regions
 
 
-def _find_split(
-    region: Region, products: dict[str, Product], params: dict[str, torch.Tensor], degree: int
-) -> None:
+def _find_split(region: Region, products: dict[str, Product], params: dict[str, torch.Tensor], degree: int) -> None:
     """Fill in how ``region`` is split, where it can be."""
     names, owned = sorted(region.sources), sorted(region.params)
     leaves = [products[name].output for name in names] + [params[name] for name in owned]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from shardwise.tensor.regions import Region
+from shardwise.tensor.regions import Chunks, Region
 from shardwise.tensor.table import ModuleSplit, Style
 
 # A square matrix that stays whole counts as much as 5 elements moved for each of its rows and tokens: more than any way
@@ -121,55 +121,84 @@ class Solution:
     price: float
 
 
+@dataclass(frozen=True)
+class _Place:
+    """How a product stands between its two regions.
+
+    Args:
+        narrow: it reads its part of the features.
+        chunks: how its result is chunked, where what follows is split by it.
+        is_share: it reads whole features, of whose gradient each rank has a share.
+        gives_share: of its result's gradient each rank has a share.
+    """
+
+    narrow: bool
+    chunks: Chunks | None
+    is_share: bool
+    gives_share: bool
+
+
 def choices(problem: Problem, product: str, before: Mode, behind: Mode) -> Iterator[Choice]:
     """The ways to run ``product`` between two regions of these modes; none where they cannot meet."""
-    sizes, group = problem.sizes[product], problem.groups[product]
-    before_region = problem.regions[problem.region_before(product)]
     index = problem.region_behind(product)
-    behind_region = None if index is None else problem.regions[index]
-    narrow = before is Mode.SPLIT and product in before_region.narrow
-    chunks = behind_region.chunked.get(product) if behind is Mode.SPLIT and behind_region else None
-    is_share = before is not Mode.WHOLE and not narrow
-    gives_share = behind is not Mode.WHOLE and chunks is None
-    if narrow and (chunks is not None or gives_share):
-        return
-    ins, outs, own = sizes.inputs, sizes.outputs, sizes.parameters
+    chunked = {} if index is None or behind is not Mode.SPLIT else problem.regions[index].chunked
+    narrow = before is Mode.SPLIT and product in problem.regions[problem.region_before(product)].narrow
+    chunks = chunked.get(product)
+    place = _Place(
+        narrow=narrow,
+        chunks=chunks,
+        is_share=before is not Mode.WHOLE and not narrow,
+        gives_share=behind is not Mode.WHOLE and chunks is None,
+    )
     if product in problem.stacks:
-        if not is_share and not narrow and behind is Mode.WHOLE:
-            yield Choice(None, False, own, 0.0, 0.0, False)
-            if problem.stacks[product]:
-                yield Choice(ModuleSplit(Style.EXPERTS), False, 0, 2.0 * outs, 2.0 * ins, False)
-        elif is_share and gives_share:
-            yield Choice(None, True, own, 0.0, 0.0, False)
+        return _stack_choices(problem, product, place)
+    return _linear_choices(problem, product, place)
+
+
+def _stack_choices(problem: Problem, product: str, place: _Place) -> Iterator[Choice]:
+    sizes = problem.sizes[product]
+    if place.narrow or place.chunks is not None or place.is_share is not place.gives_share:
         return
-    if narrow:
-        yield Choice(ModuleSplit(Style.ROW), False, 0, 2.0 * outs, 0.0, False)
-        return
-    key = "" if is_share else group
-    if chunks is not None:
-        if chunks.units:
-            split = ModuleSplit(Style.KV_SLICE, group=key, units=chunks.units)
-            yield Choice(split, False, own, 0.0, 0.0, not is_share)
+    yield Choice(None, place.is_share, sizes.parameters, 0.0, 0.0, False)
+    if problem.stacks[product] and not place.is_share:
+        yield Choice(ModuleSplit(Style.EXPERTS), False, 0, 2.0 * sizes.outputs, 2.0 * sizes.inputs, False)
+
+
+def _linear_choices(problem: Problem, product: str, place: _Place) -> Iterator[Choice]:
+    sizes, key = problem.sizes[product], "" if place.is_share else problem.groups[product]
+    outs, own, degree = sizes.outputs, sizes.parameters, problem.degree
+    sums_input = not place.is_share
+    if place.narrow:
+        if place.chunks is None and not place.gives_share:
+            yield Choice(ModuleSplit(Style.ROW), False, 0, 2.0 * outs, 0.0, False)
+    elif place.chunks is not None:
+        units, parts = place.chunks.units, place.chunks.parts
+        if units:
+            yield Choice(ModuleSplit(Style.KV_SLICE, group=key, units=units), False, own, 0.0, 0.0, sums_input)
         else:
-            parts = chunks.parts if len(chunks.parts) > 1 else ()
-            yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, 0, 0.0, 0.0, not is_share)
-        return
-    if is_share and not gives_share:
-        if ins % problem.degree == 0:
+            parts = parts if len(parts) > 1 else ()
+            yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, 0, 0.0, 0.0, sums_input)
+    elif place.is_share and not place.gives_share:
+        if sizes.inputs % degree == 0:
             yield Choice(ModuleSplit(Style.ROW_SPLIT), False, 0, 2.0 * outs, 0.0, False)
-        return
-    if is_share or not gives_share:
-        yield Choice(None, is_share, own, 0.0, 0.0, False)
     else:
-        yield Choice(ModuleSplit(Style.SUM_OUTPUT), False, own, 0.0, 2.0 * outs, False)
-    if outs % problem.degree == 0:
-        gathered = ModuleSplit(Style.COLUMN_GATHER, group=key, shares=gives_share)
-        yield Choice(gathered, False, 0, 1.0 * outs, 1.0 * outs if gives_share else 0.0, not is_share)
+        if place.is_share is place.gives_share:
+            yield Choice(None, place.is_share, own, 0.0, 0.0, False)
+        else:
+            yield Choice(ModuleSplit(Style.SUM_OUTPUT), False, own, 0.0, 2.0 * outs, False)
+        if outs % degree == 0:
+            gathered = ModuleSplit(Style.COLUMN_GATHER, group=key, shares=place.gives_share)
+            back = 1.0 * outs if place.gives_share else 0.0
+            yield Choice(gathered, False, 0, 1.0 * outs, back, sums_input)
 
 
 def price(problem: Problem, choice: Choice) -> float:
     """The price of a choice, the sum of its group's input gradient left out."""
     return choice.moved + _WHOLE_PRICE * choice.whole / problem.hidden_size
+
+
+_State = tuple[tuple[tuple[int, Mode], ...], frozenset[str]]  # modes of open regions, groups that have paid
+_Best = tuple[float, dict[int, Mode], dict[str, Choice]]  # price, modes and choices so far
 
 
 def solve(problem: Problem) -> Solution:
@@ -179,13 +208,9 @@ def solve(problem: Problem) -> Solution:
         ValueError: forced modes that no choice fits.
     """
     last = _last_uses(problem)
-    # (modes of open regions, groups that have paid) -> (price, modes so far, choices so far)
-    states: dict[tuple[tuple[tuple[int, Mode], ...], frozenset[str]], tuple[float, dict[int, Mode], dict[str, Choice]]]
-    states = {((), frozenset()): (0.0, {}, {})}
+    states: dict[_State, _Best] = {((), frozenset()): (0.0, {}, {})}
     for position, product in enumerate(problem.products):
-        grown: dict[
-            tuple[tuple[tuple[int, Mode], ...], frozenset[str]], tuple[float, dict[int, Mode], dict[str, Choice]]
-        ] = {}
+        grown: dict[_State, _Best] = {}
         for (open_modes, paid), (so_far, modes, chosen) in states.items():
             for more, before, behind in _assignments(problem, product, dict(open_modes)):
                 opened = so_far + sum(problem.redundancy(r, m) for r, m in more.items())

@@ -80,9 +80,7 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
     return Difference(errors[where], where, groups[0].moved)
 
 
-def _gradient_error(
-    grad: torch.Tensor | None, whole: torch.Tensor | None, layout: ParamLayout, norm: float
-) -> float:
+def _gradient_error(grad: torch.Tensor | None, whole: torch.Tensor | None, layout: ParamLayout, norm: float) -> float:
     if grad is None or whole is None:
         other = whole if grad is None else grad
         # Where no token of this rank's part came by there is none; zeros are as good.
@@ -115,9 +113,7 @@ def _pass(model: nn.Module, columns: slice) -> torch.Tensor:
     logits = run(model)
     # Drawn column by column, so that a rank's columns weigh what they do in the whole.
     size = logits.shape[-1] if columns.stop is None else columns.stop
-    drawn = torch.randn(
-        size, *logits.shape[:-1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64
-    )
+    drawn = torch.randn(size, *logits.shape[:-1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
     weights = drawn.movedim(0, -1)[..., columns].to(logits)
     (logits * weights).sum().backward()
     return logits.detach()

@@ -29,6 +29,13 @@ class Style(StrEnum):
     EXPERTS = "experts"  # each expert's inner features split; all-reduce of the output and of the inputs' gradients
 
 
+# Styles whose parameters are cut; a row module's bias is whole.
+_CUT_BY = (
+    *(Style.COLUMN, Style.ROW, Style.COLUMN_GATHER, Style.ROW_SPLIT),
+    *(Style.VOCAB_EMBEDDING, Style.VOCAB_HEAD),
+)
+
+
 @dataclass(frozen=True)
 class ModuleSplit:
     """The style of one module.
@@ -111,6 +118,15 @@ class ShardingTable:
         split = self.modules.get(name)
         return None if split is None else split.style
 
+    def is_cut(self, parameter: str) -> bool:
+        """Whether a rank holds a part of a parameter, by its full name."""
+        listed = self.params.get(parameter)
+        if listed is not None:
+            return listed.dim is not None
+        module, _, short = parameter.rpartition(".")
+        style = self.style(module)
+        return style in _CUT_BY and (short != "bias" or style not in (Style.ROW, Style.ROW_SPLIT))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "degree": self.degree,
@@ -131,12 +147,10 @@ class ShardingTable:
         try:
             return cls(
                 degree=data["degree"],
-                modules={
-                    name: ModuleSplit(**{**split, "style": Style(split["style"]), "parts": tuple(split.get("parts", ()))})
-                    for name, split in data["modules"].items()
-                },
+                modules={name: _split(split) for name, split in data["modules"].items()},
                 params={
-                    name: ParamCut(**{**cut, "parts": tuple(cut.get("parts", ()))}) for name, cut in data["params"].items()
+                    name: ParamCut(**(cut | {"parts": tuple(cut.get("parts", ()))}))
+                    for name, cut in data["params"].items()
                 },
                 values={
                     name: tuple(LocalValue(**value) for value in values) for name, values in data["values"].items()
@@ -146,6 +160,10 @@ class ShardingTable:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError("the plan's sharding table", f"is damaged ({error})", "Make the plan again") from None
+
+
+def _split(data: Mapping[str, Any]) -> ModuleSplit:
+    return ModuleSplit(**{**data, "style": Style(data["style"]), "parts": tuple(data.get("parts", ()))})
 
 
 def _without_defaults(value: ModuleSplit | ParamCut) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _watched(target: Any, found: dict[str, int], prefix: str) -> Iterator[None]:
     kind = type(target)
 
     def read(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
+        value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
         if type(value) is int and value > 1 and not name.startswith("_"):
             found[f"{prefix}{name}"] = value
         return value

@@ -15,9 +15,9 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import draw
 from shardwise.models.lora import find_adapters, inject, is_adapter, plain_name
-from shardwise.tensor.table import Style
-from shardwise.parallel.adapter import pieces
 from shardwise.spec.run import LoraConfig
+from shardwise.tensor.adapter import pieces
+from shardwise.tensor.table import ModuleSplit, Style
 from tests.fixtures import make_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -148,4 +148,4 @@ def test_initial_values_have_the_distribution_of_peft(model: PreTrainedModel) ->
 def test_an_adapter_on_a_layer_split_in_another_way_is_refused(model: PreTrainedModel) -> None:
     inject(model, find_adapters(model, LoraConfig(target_modules=("q_proj",))))
     with pytest.raises(PlanError, match="vocab_embedding"):
-        pieces(model.model.layers[0].self_attn.q_proj, Style.VOCAB_EMBEDDING)
+        pieces(model.model.layers[0].self_attn.q_proj, ModuleSplit(Style.VOCAB_EMBEDDING))

@@ -14,10 +14,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
 from shardwise.checkpoint.naming import naming_of_folder
-from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta
-from shardwise.models.sharding import published_table
-from shardwise.models.structure import find_structure
 from shardwise.spec import tolerance
 from shardwise.testing import run_distributed
 from tests.fixtures import make_rows
@@ -39,20 +36,13 @@ MAIN = (
     *("gpt_neox", "gpt_neox-serial", "gpt2", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "glm", "glm4", "mixtral", "qwen3_moe"),
 )
-# Those that the same mechanism covers without a line of their own: a pipeline, and tensors where there is a plan.
+# Those that the same mechanism covers without a line of their own.
 OTHERS = tuple(name for name in FAMILIES if name not in MAIN)
-NO_TENSOR_PLAN = {
-    **dict.fromkeys(("gpt2", "opt", "stablelm", "bloom", "falcon", "persimmon"), "publishes no tensor plan"),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "qwen2_moe", "olmoe"), "experts"),
-}
-UNPROVEN = ("cohere", "codegen")  # their published plans do not fit these configurations
 
 
 def _table() -> list[tuple[str, str]]:
     rows = [(name, layout) for name in MAIN for layout in LAYOUTS]
-    rows += [(name, layout) for name in OTHERS for layout in ("pp2", "tp2")]
-    refused = (*NO_TENSOR_PLAN, *UNPROVEN)
-    return [(name, layout) for name, layout in rows if "tp2" not in layout or name not in refused]
+    return rows + [(name, layout) for name in OTHERS for layout in ("pp2", "tp2")]
 
 
 TABLE = _table()
@@ -143,12 +133,3 @@ def test_61_and_62_the_export_is_the_twin_of_the_input(
     ids = torch.arange(7).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=ids).logits, live.eval()(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize("name", NO_TENSOR_PLAN)
-def test_tensor_parallel_is_refused_with_the_reason(folders: dict[str, Path], name: str) -> None:
-    model = build_on_meta(folders[name], None)
-    with pytest.raises(PlanError, match=NO_TENSOR_PLAN[name]) as error:
-        published_table(model, find_structure(model), 2)
-    assert "strategy.tp = 2" in str(error.value)
-    assert "tp=1" in str(error.value)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from shardwise.parallel.proof import prove_tensor_plan, small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.proof import prove_tensor_plan, small_config
 from shardwise.testing import run_distributed
 from tests.parallel.families import family_config, make_family
 from tests.parallel.harness import strategy

@@ -1,0 +1,152 @@
+"""The tensor table of every architecture, beside the one that Hugging Face publishes: what both leave whole and move.
+
+python -m tests.architectures.tensor --degree 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.architectures.survey import architectures, default_config
+
+
+@dataclass
+class TensorFinding:
+    """What the search found for one architecture, and what its published plan does on the same ranks."""
+
+    name: str
+    result: str = "not reached"
+    seconds: float = 0.0
+    published: bool = False
+    published_result: str = ""
+    styles: dict[str, str] = field(default_factory=dict)
+    values: dict[str, list[str]] = field(default_factory=dict)
+    whole: float = 1.0
+    moved: float = 0.0
+    published_whole: float = 1.0
+    published_moved: float = 0.0
+    published_styles: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    trace: str = ""
+
+
+def examine(name: str, degree: int) -> TensorFinding:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.models.shrink import build_small, shrink
+    from shardwise.models.structure import find_structure
+    from shardwise.tensor.find import find_table
+    from shardwise.tensor.simulate import compare, reference
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    finding = TensorFinding(name)
+    try:
+        config = default_config(name)
+        small_config = shrink(config, degree=degree)
+        small = build_small(small_config)
+        with torch.device("meta"):
+            real = AutoModelForCausalLM.from_config(config)
+        start = time.monotonic()
+        table = find_table(real, small, degree)
+        finding.seconds = time.monotonic() - start
+        finding.result = "ok"
+        own = find_table(small, small, degree)
+        structure = find_structure(small)
+        finding.styles = {k: v.style.value for k, v in own.modules.items()}
+        finding.values = {k: [x.attribute for x in v] for k, v in own.values.items()}
+        finding.refused = dict(table.refused)
+        want = reference(small)
+        finding.moved = sum(compare(small, own, want).moved.values())
+        finding.whole = whole_share(small, structure, own)
+    except Exception as error:
+        finding.result = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        finding.trace = traceback.format_exc()[-1500:]
+    return finding
+
+
+def whole_share(model: Any, structure: Any, table: Any) -> float:
+    from shardwise.tensor.table import Style
+
+    cut, total = 0, 0
+    whole = (Style.KV_SLICE, Style.SUM_OUTPUT, Style.PARTIAL)
+    for name, parameter in model.get_submodule(structure.blocks).named_parameters(prefix=structure.blocks):
+        total += parameter.numel()
+        split = table.modules.get(name.rpartition(".")[0])
+        listed = table.params.get(name)
+        is_cut = (listed is not None and listed.dim is not None) or (
+            split is not None and split.style not in whole and split.style.value != "experts"
+        )
+        cut += parameter.numel() if is_cut else 0
+    return 1.0 - cut / total
+
+
+def _work(name: str, degree: int, sender: Any) -> None:
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    sender.send(asdict(examine(name, degree)))
+    sender.close()
+
+
+def main() -> None:
+    import torch  # noqa: F401
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--degree", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=60.0)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("fork")
+    waiting, running, findings = list(options.only or architectures()), {}, []
+    from multiprocessing.connection import wait
+
+    while waiting or running:
+        while waiting and len(running) < options.workers:
+            name = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(name, options.degree, sender))
+            process.start()
+            sender.close()
+            running[receiver] = (name, process, time.monotonic())
+        for receiver in wait(list(running), timeout=1.0):
+            name, process, _ = running.pop(receiver)
+            try:
+                findings.append(TensorFinding(**receiver.recv()))
+            except EOFError:
+                findings.append(TensorFinding(name, result="its process died"))
+            process.join(timeout=10)
+            show(findings[-1])
+        for receiver, (name, process, start) in list(running.items()):
+            if time.monotonic() - start > options.limit:
+                del running[receiver]
+                process.kill()
+                process.join()
+                findings.append(TensorFinding(name, result=f"took more than {options.limit:.0f} s"))
+                show(findings[-1])
+    if options.json:
+        options.json.write_text(json.dumps([asdict(f) for f in findings], indent=1))
+
+
+def show(f: TensorFinding) -> None:
+    styles = sorted({v for v in f.styles.values()} - {"vocab_embedding", "vocab_head"})
+    print(
+        f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
