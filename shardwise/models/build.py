@@ -41,11 +41,11 @@ def build_on_meta(
             rule = f"{config.model_type} does not have it in transformers"
             raise ConfigError(f"attn_implementation = {attn_implementation!r}", rule, "Leave it out") from error
         raise ConfigError(value, f"transformers cannot build this model ({error})", "Correct the file") from error
-    _choose_experts(model)
+    choose_experts(model)
     return model.train()
 
 
-def _choose_experts(model: PreTrainedModel) -> None:
+def choose_experts(model: PreTrainedModel) -> None:
     """On a CPU the loop over experts: each computes its own tokens, where a batched product gathers whole weights."""
     if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
         model.set_experts_implementation("eager")

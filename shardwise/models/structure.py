@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
+from shardwise.models.kinds import block_signatures, number_kinds
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Structure:
         embedding: the token embedding.
         head: the projection onto the vocabulary.
         tied: whether head and embedding are one parameter.
+        kinds: a number for each block; blocks of one number have the same modules, shapes and settings.
     """
 
     blocks: str
@@ -27,35 +29,64 @@ class Structure:
     embedding: str
     head: str
     tied: bool
+    kinds: tuple[int, ...] = ()
 
 
-def find_structure(model: PreTrainedModel) -> Structure:
+def find_structure(model: nn.Module) -> Structure:
     """The structure of a model that has a token embedding, one list of blocks and a head.
 
     Raises:
-        PlanError: the model has no single list of ``num_hidden_layers`` blocks, no embedding or no head.
+        PlanError: the model has no list of blocks, no embedding or no head.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    num_blocks = model.config.get_text_config().num_hidden_layers
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == num_blocks
-        # Lists inside of a block (experts) may be as long.
-        and not any(part.isdigit() for part in name.split("."))
-    ]
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if len(lists) != 1 or embedding is None or head is None:
-        raise PlanError(
-            type(model).__name__,
-            f"expected one list of {num_blocks} blocks between an embedding and a head",
-            "This architecture is not available in this version",
-        )
+    blocks = find_blocks(model)
+    embedding, head = find_ends(model)
+    if blocks is None or embedding is None or head is None:
+        missing = "list of blocks" if blocks is None else "token embedding" if embedding is None else "head"
+        rule = f"has no {missing} that can be told from its modules"
+        raise PlanError(type(model).__name__, rule, "This architecture is not available in this version")
+    children = list(model.get_submodule(blocks))  # type: ignore[call-overload]
     return Structure(
-        blocks=lists[0],
-        num_blocks=num_blocks,
+        blocks=blocks,
+        num_blocks=len(children),
         embedding=names[id(embedding)],
         head=names[id(head)],
-        tied=head.weight is embedding.weight,
+        tied=getattr(head, "weight", None) is getattr(embedding, "weight", head),
+        kinds=number_kinds(block_signatures(children, text_config(model))),
     )
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language part of a Hugging Face model; None for a plain module."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """Name of the list of blocks: as long as the configuration says, else the one with the most parameters.
+
+    Lists inside of a block (experts) are no candidates, nor are lists of modules without parameters.
+    """
+    candidates = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module) > 0
+        and not any(part.isdigit() for part in name.split("."))
+    ]
+    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in candidates}
+    expected = getattr(text_config(model), "num_hidden_layers", None)
+    right = [name for name in candidates if len(model.get_submodule(name)) == expected]  # type: ignore[arg-type]
+    chosen = max(right or candidates, key=lambda name: sizes[name], default=None)
+    return chosen if chosen is not None and sizes[chosen] else None
+
+
+def find_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The token embedding and the head, as a Hugging Face model names them; None what it does not name."""
+    ends = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            ends.append(getattr(model, getter)())
+        except (AttributeError, NotImplementedError):
+            ends.append(None)
+    return ends[0], ends[1]

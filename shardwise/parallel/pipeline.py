@@ -2,7 +2,7 @@
 
 The model's own ``forward`` stays. Blocks, embedding, norm and head that a stage does not own become
 stand-ins; the received hidden state enters where the block before the stage's first would have returned it,
-and a stage that does not own the head returns what its last block does.
+and a stage that does not own the head ends the forward where the next stage's first block would begin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.models.chain import find_chain
+from shardwise.models.calling import call_model
+from shardwise.models.chain import Chain, find_chain
 from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
 from shardwise.parallel.balance import Balance
@@ -27,27 +28,52 @@ from shardwise.spec.layout import ParamLayout
 from shardwise.spec.strategy import Strategy
 
 
-class PassThrough(nn.Module):
-    """Stands in for a module that another stage owns: returns its first input.
+class StandIn(nn.Module):
+    """In the place of a module that another stage owns: no parameters, but its attributes can be read.
 
-    The model may read plain attributes of a block (``attention_type``), so they are handed on. With
-    ``num_outputs`` above 0 a tuple of that length is returned, as the blocks of some models do.
+    Models read what a block is (``attention_type``) in their own forward. The replaced module lies on meta and is
+    no submodule of this one, so nothing of it is counted, moved or saved.
     """
 
-    def __init__(self, replaced: nn.Module, num_outputs: int = 0) -> None:
+    def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        self._num_outputs = num_outputs
-        own = vars(self)
-        for name, value in vars(replaced).items():
-            if name not in own and not name.startswith("_") and isinstance(value, str | int | float | bool):
-                setattr(self, name, value)
+        self.__dict__["_replaced"] = (replaced,)
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states,) + (None,) * (self._num_outputs - 1) if self._num_outputs else hidden_states
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            (replaced,) = self.__dict__.get("_replaced", (None,))  # none yet while it is copied
+            return getattr(replaced, name)
 
 
-class Absent(nn.Module):
-    """Stands in for a module of the embedding (positions, norms) on a later stage, where its result is not used.
+class PassThrough(StandIn):
+    """A block of an earlier stage: returns its hidden state, in a tuple where blocks return tuples."""
+
+    def __init__(self, replaced: nn.Module, chain: Chain) -> None:
+        super().__init__(replaced)
+        self.chain = chain
+
+    def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The hidden state among the arguments of a block."""
+        key = self.chain.input_key
+        state: torch.Tensor = args[key] if isinstance(key, int) else kwargs[key]
+        return state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.returned(self.hidden(args, kwargs))
+
+    def returned(self, hidden: torch.Tensor) -> Any:
+        """``hidden`` as a block would return it."""
+        outputs: list[Any] = [None] * self.chain.num_outputs
+        if not outputs:
+            return hidden
+        outputs[self.chain.output_index] = hidden
+        return tuple(outputs)
+
+
+class Absent(StandIn):
+    """A module of the embedding (positions, norms) on a later stage, where its result is not used.
 
     A hidden state passes through; in place of looked-up positions there is a zero, to which any shape adds.
     """
@@ -56,42 +82,49 @@ class Absent(nn.Module):
         return x if isinstance(x, torch.Tensor) and x.dim() > 2 else torch.zeros(())
 
 
+class NoEmbedding(StandIn):
+    """The token embedding on a later stage: zeros like what it would return, which the entry drops."""
+
+    like: torch.Tensor | None = None  # a tensor of the dtype and device of the computation
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert self.like is not None
+        return self.like.new_zeros(*ids.shape, self.like.shape[-1])
+
+
 class Entry(PassThrough):
     """The block before a stage's first: drops what the model made of its embedding, returns the received state."""
 
     received: torch.Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         received, self.received = self.received, None
         assert received is not None
-        return super().forward(received)
+        return self.returned(received)
+
+
+class _Left(Exception):
+    """Carries the result of a stage out of the model's forward: what follows is other stages' work."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        super().__init__()
+        self.result = result
 
 
 class Exit(PassThrough):
-    """The block after a stage's last: keeps the stage's result, and hands on a stand-in without gradient.
+    """The block after a stage's last: ends the model's forward here, with the stage's result."""
 
-    What follows the blocks (soft-capping, scaling) must not touch the hidden state that is sent.
-    """
-
-    result: torch.Tensor | None = None
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.result = hidden_states
-        return super().forward(hidden_states.detach())
-
-    def take(self) -> torch.Tensor:
-        """The result of the last pass, let go of here."""
-        result, self.result = self.result, None
-        assert result is not None
-        return result
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Left(self.hidden(args, kwargs))
 
 
 class Stage(nn.Module):
     """The part of a model that one pipeline rank runs.
 
-    ``forward(x, position_ids)``: x is [rows, length] ids on the first stage, else the hidden state
+    ``forward(x, position_ids, input_ids)``: x is [rows, length] ids on the first stage, else the hidden state
     [rows, length, hidden]; the result is the logits [rows, length, local vocabulary] on the last stage,
-    else the hidden state. ``position_ids`` is [rows, length].
+    else the hidden state. ``position_ids`` and ``input_ids`` are [rows, length]; the latter are needed on later
+    stages too, by models that compute masks from them.
     """
 
     def __init__(
@@ -99,34 +132,38 @@ class Stage(nn.Module):
         model: PreTrainedModel,
         blocks: Sequence[nn.Module],
         entry: Entry | None = None,
-        exit_: Exit | None = None,
+        no_embedding: NoEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
-        self.ends = (entry, exit_)  # a tuple for the same reason
+        self.entry = (entry, no_embedding)  # a tuple for the same reason
         self.dropout: DropoutStreams | None = None
         self.balance: Balance | None = None
 
     @property
     def is_first(self) -> bool:
-        return self.ends[0] is None
+        return self.entry[0] is None
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.dropout is not None and self.training:
             self.dropout.next_micro_batch()
         if self.balance is not None:
             self.balance.next_micro_batch(x.shape[1])
-        entry, exit_ = self.ends
-        if entry is not None:
+        entry, no_embedding = self.entry
+        if entry is None or no_embedding is None:
+            input_ids = x
+        else:
             # The model's forward scales or adds to what it takes for embeddings, so it gets a stand-in of this
             # shape, and the first block of this stage the received state as it is.
-            entry.received, x = x, x.detach()
-        key = "input_ids" if entry is None else "inputs_embeds"
-        # Always positions and never a cache: only so are masks right for every attention implementation.
-        output = self.model(**{key: x}, position_ids=position_ids, use_cache=False)
-        result: torch.Tensor = output.logits if exit_ is None else exit_.take()
-        return result
+            entry.received, no_embedding.like = x, x.detach()
+            input_ids = torch.zeros_like(position_ids) if input_ids is None else input_ids
+        try:
+            return call_model(self.model, input_ids, position_ids)
+        except _Left as left:
+            return left.result
 
 
 @dataclass(frozen=True)
@@ -151,36 +188,36 @@ def cut_stage(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> tuple
         replicas. A tied embedding has a second copy on the last stage, whose owner is the first.
     """
     cut = stage_cuts(mesh.strategy)[mesh.coordinate("pp")]
-    blocks = model.get_submodule(structure.blocks)
-    entry: Entry | None = None
-    exit_: Exit | None = None
-    if mesh.size("pp") > 1:
-        entry, exit_ = _cut_modules(model, structure, mesh, cut)
-    stage = Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)], entry, exit_)
+    if mesh.size("pp") == 1:
+        blocks = model.get_submodule(structure.blocks)
+        stage = Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)])
+    else:
+        stage = cut_modules(model, structure, find_chain(model, structure), cut)
     return stage, _whole_layouts(model, structure, mesh)
 
 
-def _cut_modules(
-    model: PreTrainedModel, structure: Structure, mesh: Mesh, cut: StageCut
-) -> tuple[Entry | None, Exit | None]:
-    """Put stand-ins in the place of every module with weights that another stage owns."""
-    chain = find_chain(model, structure)
+def cut_modules(model: PreTrainedModel, structure: Structure, chain: Chain, cut: StageCut) -> Stage:
+    """The stage of the blocks of ``cut``: stand-ins in the place of every module with weights that others own."""
     blocks = model.get_submodule(structure.blocks)
-    entry, exit_ = None, None
+    owned = [blocks[i] for i in range(cut.first_block, cut.last_block)]
+    is_first, is_last = cut.first_block == 0, cut.last_block == structure.num_blocks
+    entry, no_embedding = None, None
     for index in range(structure.num_blocks):
         if index == cut.first_block - 1:
-            blocks[index] = entry = Entry(blocks[index], chain.num_outputs)
+            blocks[index] = entry = Entry(blocks[index], chain)
         elif index == cut.last_block:
-            blocks[index] = exit_ = Exit(blocks[index], chain.num_outputs)
+            blocks[index] = Exit(blocks[index], chain)
         elif not cut.first_block <= index < cut.last_block:
-            blocks[index] = PassThrough(blocks[index], chain.num_outputs)
-    if not mesh.is_first_stage:
-        for name in (structure.embedding, *chain.before):
-            _replace(model, name, Absent())
-    if not mesh.is_last_stage:
+            blocks[index] = PassThrough(blocks[index], chain)
+    if not is_first:
+        no_embedding = NoEmbedding(model.get_submodule(structure.embedding))
+        _replace(model, structure.embedding, no_embedding)
+        for name in chain.before:
+            _replace(model, name, Absent(model.get_submodule(name)))
+    if not is_last:
         for name in (structure.head, *chain.after):
-            _replace(model, name, PassThrough(model.get_submodule(name)))
-    return entry, exit_
+            _replace(model, name, StandIn(model.get_submodule(name)))
+    return Stage(model, owned, entry, no_embedding)
 
 
 def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:

@@ -1,0 +1,32 @@
+"""One way to call a language model: Hugging Face's with all their options, and a plain module of ids."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def call_model(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """The logits [rows, length, vocabulary]; both inputs are [rows, length].
+
+    Positions are always given and a cache never: only so are masks right for every attention implementation.
+    What a model has no argument for it is not given.
+    """
+    given: dict[str, Any] = {"position_ids": position_ids, "use_cache": False}
+    parameters = inspect.signature(model.forward).parameters
+    known = set(parameters)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        known.add("use_cache")
+    output = model(input_ids, **{key: value for key, value in given.items() if key in known})
+    if isinstance(output, torch.Tensor):
+        return output
+    logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a model is told the positions of its tokens; else they are 0, 1, 2 ... in each row."""
+    return "position_ids" in inspect.signature(model.forward).parameters
