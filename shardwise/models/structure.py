@@ -82,11 +82,19 @@ def find_blocks(model: nn.Module) -> str | None:
 
 
 def find_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The token embedding and the head, as a Hugging Face model names them; None what it does not name."""
+    """The token embedding and the head: as a Hugging Face model names them, else the largest embedding outside of the
+    blocks and the linear layer outside of them with as many features; None where there is none."""
     ends = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             ends.append(getattr(model, getter)())
         except (AttributeError, NotImplementedError):
             ends.append(None)
+    outside = [m for name, m in model.named_modules() if not any(part.isdigit() for part in name.split("."))]
+    if ends[0] is None:
+        embeddings = [m for m in outside if isinstance(m, nn.Embedding)]
+        ends[0] = max(embeddings, key=lambda m: m.num_embeddings, default=None)
+    if ends[1] is None and isinstance(ends[0], nn.Embedding):
+        size = ends[0].num_embeddings
+        ends[1] = next((m for m in outside if isinstance(m, nn.Linear) and m.out_features == size), None)
     return ends[0], ends[1]

@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def show(f: TensorFinding) -> None:
-    styles = sorted({v for v in f.styles.values()} - {"vocab_embedding", "vocab_head"})
+    styles = sorted(set(f.styles.values()) - {"vocab_embedding", "vocab_head"})
     print(
         f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles}", flush=True
     )
