@@ -136,14 +136,17 @@ def _problem(
 ) -> Problem:
     first: dict[int, str] = {}
     groups = {p.name: first.setdefault(id(p.inputs[0]), p.name) for p in trace.products}
+    sizes = {p.name: _sizes(p, real.get_submodule(_relative(p.name, trace.name))) for p in trace.products}
+    width = int(trace.entry.shape[-1])
     return Problem(
         products=[p.name for p in trace.products],
-        sizes={p.name: _sizes(p, real.get_submodule(_relative(p.name, trace.name))) for p in trace.products},
+        sizes=sizes,
         groups=groups,
         regions=regions,
         stacks={p.name: p.name in cuts for p in trace.products if not p.is_linear},
         degree=degree,
-        hidden_size=int(trace.entry.shape[-1]),
+        # That of the real model, where a product reads it.
+        hidden_size=next((sizes[p.name].inputs for p in trace.products if p.in_features == width), width),
     )
 
 
