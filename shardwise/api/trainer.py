@@ -162,7 +162,8 @@ class Trainer:
         """Everything that was said, as the keys of one run.yaml; the command line has the last word."""
         train_rows = self._datasets[TRAIN_ROWS]
         batch_size = getattr(train_rows, "batch_size_given", None)
-        tree = AMBIENT.add_to(self.args.tree_for(batch_size=batch_size, micro_batch_num=AMBIENT.micro_batch_num))
+        batch = {"batch_size": batch_size, "micro_batch_num": AMBIENT.micro_batch_num}
+        tree = AMBIENT.add_to(self.args.tree_for(**batch, num_stages=self._num_stages()))
         for key, value in self.model.tree().items():
             put(tree, key, value, "Trainer(model)")
         for key, value in self._strategy.items():
@@ -179,6 +180,16 @@ class Trainer:
             tree["data"]["train"] = tree["data"]["eval"]
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
         return apply_overrides(tree, presets(os.environ))
+
+
+    def _num_stages(self) -> int:
+        """Stages of the pipeline by all that was said, 1 where nothing was; what is no number is refused elsewhere."""
+        said: dict[str, Any] = {"strategy": dict(AMBIENT.add_to(self.args.tree).get("strategy", {})) | self._strategy}
+        strategy = apply_overrides(said, presets(os.environ))["strategy"]
+        stages, pp = strategy.get("stages"), strategy.get("pp")
+        if pp is None and isinstance(stages, list | tuple):
+            pp = len(stages)
+        return pp if isinstance(pp, int) else 1
 
 
 def _is_path(rows: Any) -> bool:
