@@ -186,8 +186,10 @@ print(json.dumps(losses))
     assert last == pytest.approx(expected[-1], rel=FP32_LOSS)
     assert after == pytest.approx(saved, rel=FP32_LOSS)
     assert after < before
-    for name in ("out-before", "out", "out-after"):
+    for name, value, step in (("out-before", before, 0), ("out", after, STEPS), ("out-after", saved, 0)):
         assert (tmp_path / name / "plan.json").is_file()
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (line["kind"], line["step"], line["eval_loss"]) == ("eval", step, value)
 
 
 @pytest.mark.parametrize(
