@@ -212,6 +212,24 @@ def test_how_a_script_ends_after_training(
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_trains_alone_is_told_at_once_who_did_not(inputs: Path, tmp_path: Path, alone: int) -> None:
+    text = TRAIN.replace("result = trainer.train()", f"if os.environ['RANK'] != '{alone}': sys.exit()\ntrainer.train()")
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait(60) == 3
+    told = f"train() on rank {alone}: rank {1 - alone} came to the end of the script without it. Call it on every rank"
+    assert told in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_a_call_after_training_that_only_one_rank_makes_is_told_too(inputs: Path, tmp_path: Path) -> None:
+    text = TRAIN.replace("evaluated =", "if not trainer.is_world_process_zero(): sys.exit()\nevaluated =")
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait(60) == 3
+    assert "evaluate() on rank 0: rank 1 came to the end of the script without it" in job.stderr
+    assert (job.status()["state"], job.status()["rank"], job.status()["step"]) == ("failed", 0, STEPS)
+
+
 CONTACT = """
 import shardwise.mindspore as ms
 ms.set_auto_parallel_context(device_num=2)
