@@ -36,12 +36,12 @@ def report(record: StepRecord, job_seconds: float, metrics: str) -> str:
     seconds = [step["step_seconds"] for step in steps]
     tokens = statistics.median(step["num_input_tokens"] for step in steps)
     losses = [f"{step['loss']:.4f}" if step["loss"] is not None else "none" for step in (steps[0], steps[-1])]
+    memory = f"{format_bytes(record.peak_total_bytes)}, the largest {format_bytes(record.peak_rank_bytes)}"
+    spread = f"{len(seconds)} ({min(seconds):.2f} to {max(seconds):.2f} s), {tokens:.0f} tokens"
     return "\n".join(
         [
-            f"memory    all processes together at most {format_bytes(record.peak_total_bytes)}, "
-            f"the largest {format_bytes(record.peak_rank_bytes)}",
-            f"step      median {statistics.median(seconds):.2f} s of {len(seconds)} "
-            f"({min(seconds):.2f} to {max(seconds):.2f} s), {tokens:.0f} tokens",
+            f"memory    all processes together at most {memory}",
+            f"step      median {statistics.median(seconds):.2f} s of {spread}",
             f"job       {format_seconds(job_seconds)} from the command to its end",
             f"loss      {losses[0]} in the first step, {losses[1]} in the last",
         ]
@@ -59,9 +59,7 @@ def main() -> None:
         output, log = Path(folder) / "out", Path(folder) / "log"
         command = [sys.executable, "-m", "shardwise.cli", "train", options.run, *options.settings]
         began = time.monotonic()
-        record = watch(
-            [*command, f"output_dir={output}"], os.environ, output / "metrics.jsonl", log, options.timeout
-        )
+        record = watch([*command, f"output_dir={output}"], os.environ, output / "metrics.jsonl", log, options.timeout)
         job_seconds = time.monotonic() - began
         if record.exit_code:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]

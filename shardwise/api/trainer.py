@@ -184,7 +184,6 @@ class Trainer:
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
         return apply_overrides(tree, presets(os.environ))
 
-
     def _num_stages(self) -> int:
         """Stages of the pipeline by all that was said, 1 where nothing was; what is no number is refused elsewhere."""
         said: dict[str, Any] = {"strategy": dict(AMBIENT.add_to(self.args.tree).get("strategy", {})) | self._strategy}

@@ -75,9 +75,7 @@ class Blueprint:
         return find_adapters(self.model, self._run.lora) if self._run.lora is not None else None
 
 
-def load_model(
-    run: RunConfig, plan: Plan, mesh: Mesh, blueprint: Blueprint | None = None
-) -> tuple[LoadedModel, Plan]:
+def load_model(run: RunConfig, plan: Plan, mesh: Mesh, blueprint: Blueprint | None = None) -> tuple[LoadedModel, Plan]:
     """Build on meta, split by the plan, read or draw this rank's slices.
 
     Args:

@@ -1,4 +1,4 @@
-"""Data sets of the library ``datasets`` through the Trainer, and stand-ins with the same protocol where it is absent."""
+"""Data sets of the library ``datasets`` through the Trainer, and stand-ins with its protocol where it is absent."""
 
 from __future__ import annotations
 
