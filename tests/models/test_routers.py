@@ -11,17 +11,19 @@ from shardwise.models.routers import take_routers
 from tests.parallel.families import family_config
 
 
-def _model() -> PreTrainedModel:
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A Mixtral on meta whose configuration does not have its usual name for the experts of a token."""
     config = family_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    del built.config.num_experts_per_tok
+    monkeypatch.delattr(type(config), "num_experts_per_tok")  # the default of the class
+    return built
 
 
 @pytest.mark.parametrize("name", ["num_experts_per_tok", "moe_topk"])
-def test_the_experts_of_a_token_by_any_known_name(name: str) -> None:
-    model = _model()
-    model.config.num_experts_per_tok = None
+def test_the_experts_of_a_token_by_any_known_name(model: PreTrainedModel, name: str) -> None:
     setattr(model.config, name, 3)
     routers = take_routers(model)
     assert routers is not None
@@ -29,8 +31,6 @@ def test_the_experts_of_a_token_by_any_known_name(name: str) -> None:
     assert not model.config.output_router_logits
 
 
-def test_a_configuration_that_does_not_say_is_refused_by_the_names_that_would() -> None:
-    model = _model()
-    model.config.num_experts_per_tok = None
+def test_a_configuration_that_does_not_say_is_refused_by_the_names_that_would(model: PreTrainedModel) -> None:
     with pytest.raises(PlanError, match=r"output_router_logits = true: .*none of num_experts_per_tok, .*Set it to fal"):
         take_routers(model)
