@@ -1,4 +1,4 @@
-"""Watch a job from outside: when its steps end, the CPU time of all its processes, the memory of the largest."""
+"""Watch a job from outside: when its steps end, the CPU time and the memory of its processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class StepRecord:
-    """What was seen of a job: at the end of each step the clock, and the CPU seconds of all its processes."""
+    """What was seen of a job: at the end of each step the clock, and the CPU seconds of all its processes.
+
+    Memory is anonymous memory (RssAnon): of the largest process at any time, and of all together at one time. A page
+    that several processes share counts for each of them, so the sum is no less than what the job takes.
+    """
 
     began: float
     ends: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_rank_bytes: int = 0
+    peak_total_bytes: int = 0
     exit_code: int | None = None
 
 
@@ -52,7 +57,9 @@ def watch(
 
 def _look(record: StepRecord, root: int, steps_file: Path) -> None:
     pids = [root, *descendants(root)]
-    record.peak_rank_bytes = max([record.peak_rank_bytes, *map(_anonymous_bytes, pids)])
+    sizes = list(map(_anonymous_bytes, pids))
+    record.peak_rank_bytes = max(record.peak_rank_bytes, *sizes)
+    record.peak_total_bytes = max(record.peak_total_bytes, sum(sizes))
     lines = steps_file.read_text(encoding="utf-8").splitlines(keepends=True) if steps_file.exists() else []
     done = [json.loads(line) for line in lines if line.endswith("\n")]
     steps = [line for line in done if "loss" in line][len(record.losses) :]

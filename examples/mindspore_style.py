@@ -55,7 +55,8 @@ def main() -> None:
     )
     trainer = Trainer(AutoModel.from_pretrained(MODEL), arguments, train_dataset=dataset, tokenizer=tokenizer)
     result = trainer.train()
-    print(f"final loss {result.loss:.4f}")
+    # A run that is resumed at its end makes no step.
+    print("nothing was left to train" if result.loss is None else f"final loss {result.loss:.4f}")
     ms.communication.release()
 
 

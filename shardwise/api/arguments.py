@@ -12,6 +12,7 @@ from shardwise.config import STRATEGY_KEYS
 from shardwise.errors import ConfigError
 from shardwise.spec.aliases import put
 from shardwise.spec.rules import known_keys
+from shardwise.spec.strategy import filling_micro_batch_size
 
 _DEFAULT_PER_DEVICE_ROWS = 8  # Hugging Face's, where only the accumulation is given
 _DEFAULT_SAVE_STEPS = 500  # Hugging Face's, for save_strategy="steps" without a number
@@ -91,14 +92,18 @@ class TrainingArguments:
             return value
         return None
 
-    def tree_for(self, *, batch_size: int | None = None, micro_batch_num: int | None = None) -> dict[str, Any]:
+    def tree_for(
+        self, *, batch_size: int | None = None, micro_batch_num: int | None = None, num_stages: int = 1
+    ) -> dict[str, Any]:
         """The keys of ``run.yaml``, the batch included.
 
-        G = rows of a device x data ranks x accumulation; the number of data ranks is not known here.
+        G = rows of a device x data ranks x accumulation; the number of data ranks is not known here. G is the same
+        with any number of stages; a pipeline with fewer micro-batches than stages gets smaller ones.
 
         Args:
             batch_size: rows of a device that the data set asks for; it must be what the arguments say, if they do.
             micro_batch_num: the same for the accumulation, from the parallel context.
+            num_stages: stages of the pipeline.
 
         Raises:
             ConfigError: numbers that contradict each other or do not divide.
@@ -115,7 +120,8 @@ class TrainingArguments:
             value = f"global_batch_size = {train['global_batch_size']}, batch of a device = {rows}"
             raise ConfigError(value, "are two ways to give the batch", "Give one of them")
         rows, accumulation = rows or _DEFAULT_PER_DEVICE_ROWS, accumulation or 1
-        micro_batch_size = strategy.setdefault("micro_batch_size", rows)
+        chosen = filling_micro_batch_size(rows, accumulation, num_stages)
+        micro_batch_size = strategy.setdefault("micro_batch_size", chosen)
         if rows * accumulation % micro_batch_size:
             value = f"micro_batch_size = {micro_batch_size}"
             near = max(n for n in range(1, micro_batch_size) if rows * accumulation % n == 0)

@@ -72,6 +72,11 @@ class Session:
         """Optimizer steps of the run so far."""
         return self._trainer.state.step
 
+    def meet(self, call: str) -> None:
+        """:func:`meet`, with word of a failure where the run's results lie."""
+        with _Telling(self._worker, self.context):
+            meet(call)
+
     def train(self) -> list[float | None]:
         """The loss of each step that was made; a step without supervised tokens has none.
 
@@ -137,6 +142,13 @@ class Session:
         if filled:
             rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
             show_line(console, "filled", f"{', '.join(filled)} ({rule})")
+
+
+def meet(call: str) -> None:
+    """Wait until every rank makes this call of a Trainer, see :meth:`shardwise.launch.join.JobStore.meet`."""
+    worker = script_worker()
+    assert worker is not None, "a Trainer starts its job before it works"
+    worker.store.meet(call)
 
 
 def _names(tree: dict[str, Any]) -> set[str]:

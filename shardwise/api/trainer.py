@@ -121,7 +121,7 @@ class Trainer:
         if self._datasets[TRAIN_ROWS] is None:
             raise ConfigError("train_dataset", "missing: there is nothing to train on", "Trainer(train_dataset=...)")
         self._trained = True
-        session = self._open(resume_from_checkpoint)
+        session = self._open("train()", resume_from_checkpoint)
         losses = session.train()
         known = [loss for loss in losses if loss is not None]
         mean = sum(known) / len(known) if known else None
@@ -131,22 +131,23 @@ class Trainer:
         """``eval_loss`` over all rows of ``eval_dataset``, and ``eval_tokens``; the same on every rank."""
         if self._datasets[EVAL_ROWS] is None:
             raise ConfigError("evaluate()", "needs rows to evaluate", "Give Trainer(eval_dataset=...)")
-        return self._open(None).evaluate()
+        return self._open("evaluate()").evaluate()
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
         """Write the model as a Hugging Face folder; None: ``export`` in the output folder. To be called by every
         rank."""
-        self._open(None).save_model(None if output_dir is None else Path(output_dir))
+        self._open("save_model()").save_model(None if output_dir is None else Path(output_dir))
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
         return int(os.environ.get("RANK", "0")) == 0
 
-    def _open(self, resume: bool | str | os.PathLike[str] | None) -> Session:
-        """The model on this rank, loaded at the first use."""
-        from shardwise.api.session import Session
+    def _open(self, call: str, resume: bool | str | os.PathLike[str] | None = None) -> Session:
+        """The model on this rank, loaded at the first use, when all ranks make this call."""
+        from shardwise.api.session import Session, meet
 
         if self._session is None:
+            meet(call)
             tree = self._tree()
             if resume:
                 tree["resume"] = "auto" if resume is True else os.fspath(resume)
@@ -156,13 +157,16 @@ class Trainer:
         elif resume:
             remedy = "Call train(resume_from_checkpoint=...) first"
             raise ConfigError(f"resume_from_checkpoint = {resume!r}", "the model has been loaded before", remedy)
+        else:
+            self._session.meet(call)
         return self._session
 
     def _tree(self) -> dict[str, Any]:
         """Everything that was said, as the keys of one run.yaml; the command line has the last word."""
         train_rows = self._datasets[TRAIN_ROWS]
         batch_size = getattr(train_rows, "batch_size_given", None)
-        tree = AMBIENT.add_to(self.args.tree_for(batch_size=batch_size, micro_batch_num=AMBIENT.micro_batch_num))
+        batch = {"batch_size": batch_size, "micro_batch_num": AMBIENT.micro_batch_num}
+        tree = AMBIENT.add_to(self.args.tree_for(**batch, num_stages=self._num_stages()))
         for key, value in self.model.tree().items():
             put(tree, key, value, "Trainer(model)")
         for key, value in self._strategy.items():
@@ -179,6 +183,15 @@ class Trainer:
             tree["data"]["train"] = tree["data"]["eval"]
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
         return apply_overrides(tree, presets(os.environ))
+
+    def _num_stages(self) -> int:
+        """Stages of the pipeline by all that was said, 1 where nothing was; what is no number is refused elsewhere."""
+        said: dict[str, Any] = {"strategy": dict(AMBIENT.add_to(self.args.tree).get("strategy", {})) | self._strategy}
+        strategy = apply_overrides(said, presets(os.environ))["strategy"]
+        stages, pp = strategy.get("stages"), strategy.get("pp")
+        if pp is None and isinstance(stages, list | tuple):
+            pp = len(stages)
+        return pp if isinstance(pp, int) else 1
 
 
 def _is_path(rows: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Adapters in PEFT's format: what ``PeftModel.from_pretrained`` reads, at full size, written by all ranks."""
+"""Adapters in PEFT's format: where a run keeps them, and how all ranks write one.
+
+``PeftModel.from_pretrained`` reads it, at full size.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,34 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import write_files
+from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints
 from shardwise.checkpoint.naming import plain_naming
+from shardwise.errors import ConfigError
+from shardwise.models.adapter_folder import CONFIG_FILE, is_adapter_folder
 from shardwise.models.lora import Adapters
 from shardwise.models.shard import Shard
 
 ADAPTER_FOLDER = "adapter"  # inside a checkpoint
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # what PeftModel is, seen from its base model's parameters
+
+
+def find_adapter(source: Path) -> Path:
+    """The adapter that a path means: the folder itself, a run's ``export``, or its newest complete checkpoint's.
+
+    Raises:
+        ConfigError: none of them is there.
+    """
+    own = [source, source / ADAPTER_FOLDER, source / "export"]
+    saved = [path / ADAPTER_FOLDER for path in reversed(complete_checkpoints(source / CHECKPOINTS))]
+    for folder in (*own, *saved):
+        if is_adapter_folder(folder):
+            return folder
+    if (source / "export" / "config.json").is_file() or (source / "config.json").is_file():
+        raise ConfigError(str(source), "is no adapter but a whole model", "There is nothing to merge; use it as it is")
+    places = f"{ADAPTER_FOLDER}/, export/ and {CHECKPOINTS}/step-*/{ADAPTER_FOLDER}/"
+    rule = f"holds no adapter ({CONFIG_FILE}; looked in it, in {places})"
+    raise ConfigError(str(source), rule, "Give a run's output folder or an adapter folder")
 
 
 def write_adapter(source: Companions, folder: Path, adapters: Adapters, shards: Iterable[Shard]) -> None:

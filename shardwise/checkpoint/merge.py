@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.checkpoint.adapter import find_adapter
 from shardwise.checkpoint.companions import TOKENIZER_FILES, copy_files
 from shardwise.checkpoint.export import writing
 from shardwise.errors import ConfigError
-from shardwise.models.adapter_folder import base_folder, find_adapter, load_with_adapter
+from shardwise.models.adapter_folder import base_folder, load_with_adapter
 from shardwise.models.lora import has_adapter
 from shardwise.spec import tolerance
 

@@ -27,7 +27,8 @@ def memory_records(dataset: Any, name: str, max_records: int | None = None) -> l
     Args:
         dataset: a list, another iterable, a function that returns one (a generator function), or an object with
             ``__len__`` and ``__getitem__`` (a data set of torch or of the library ``datasets``). Each row is a
-            mapping; arrays and tensors in it become lists.
+            mapping; arrays and tensors in it become lists. What is None is left out: a table of the library
+            ``datasets`` has every key of a column in every row.
         name: the name of the argument, for messages.
 
     Raises:
@@ -55,13 +56,14 @@ def _plain_row(row: Any, name: str, number: int) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         remedy = 'Such as {"input": ..., "output": ...} or {"messages": [...]}; a GeneratorDataset names its columns'
         raise ConfigError(f"{name}, row {number}", f"is a {type(row).__name__}, expected a dictionary", remedy)
-    return {str(key): _plain(value) for key, value in row.items()}
+    return {str(key): _plain(value) for key, value in row.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
     """Lists and numbers of Python for arrays, tensors and numpy scalars."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        # Templates ask whether a key is there. A turn without text has content None in every format.
+        return {key: _plain(item) for key, item in value.items() if item is not None or key == "content"}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -30,6 +30,7 @@ from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.log import loggers_to_file, say
 from shardwise.spec.run import SaveConfig
+from shardwise.train.compiler_cache import remove_cache
 from shardwise.train.previous import put_back
 from shardwise.train.status import FILE_NAME as STATUS_FILE
 from shardwise.train.status import Status, finish_status, read_status, write_status
@@ -140,7 +141,10 @@ def _launch(work: Work, env: dict[str, str]) -> Outcome:
         listener = stack.enter_context(StopListener())
         stack.enter_context(forkserver.environment(_variables(num_local, os.environ, work.nodes) | env))
         stack.enter_context(forkserver.running())
-        return _run(work, num_local, listener)
+        try:
+            return _run(work, num_local, listener)
+        finally:
+            remove_cache(work.folder)  # a run that failed has left its compiled code
 
 
 def _tell(work: Work, outcome: Outcome) -> int:

@@ -7,12 +7,14 @@ import os
 import runpy
 import shutil
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from shardwise.errors import ShardwiseError
 from shardwise.launch.culprit import remove_errors
 from shardwise.launch.join import JobStore
 from shardwise.launch.place import Place, current_place
@@ -89,6 +91,15 @@ class ScriptWorker:
             # A group that is open when the interpreter ends may abort the process: its threads still run.
             atexit.register(self.close_group)
 
+    def leave(self) -> None:
+        """Tell ranks that wait for this one that its script has ended; a store that is gone has nobody waiting.
+
+        Our launcher keeps the store. Another may leave it to rank 0, which then must have asked for it.
+        """
+        if self.place.ours or self._store is not None:
+            with suppress(RuntimeError, ShardwiseError):
+                self.store.leave()
+
     def close_group(self) -> None:
         """Close the process group, if there is one."""
         if dist.is_initialized():
@@ -105,6 +116,7 @@ def script_worker() -> ScriptWorker | None:
         place = current_place(os.environ)
         if place is not None:
             _Holder.worker = ScriptWorker(place, None, None)
+            atexit.register(_Holder.worker.leave)
     return _Holder.worker
 
 
@@ -125,6 +137,8 @@ def entry(job_dir: Path, script: Script) -> dict[str, Any] | None:
             _run(script)
         except Stopped as stopped:
             return {"stopped": stopped.signal_name}
+        finally:
+            worker.leave()
         worker.close_group()
         return {}
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from shardwise.api.messages import unknown
 from shardwise.errors import ConfigError
 from shardwise.log import say
+
+# A stream of the data set, to be gone through any number of times: of rows, and once cut of batches (tuples of rows).
+_Stream = Callable[[], Iterator[Any]]
 
 _NO_EFFECT = {
     "num_parallel_workers": "rows are read once, by rank 0",
@@ -64,31 +67,37 @@ class GeneratorDataset:
         if not (callable(source) or isinstance(source, Iterable) or hasattr(source, "__getitem__")):
             rule = "must be a function, an iterable, or have __getitem__ and __len__"
             raise ConfigError(f"source of type {type(source).__name__}", rule, "Give a generator function")
-        self._source, self._source_columns, self._limit = source, names, num_samples
+        self._source, self._source_columns = source, names
+        self._stream: _Stream = lambda: islice(self._rows(), num_samples)
         self._columns = list(names)
         self._steps: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
-        self._repeats, self._skipped = 1, 0
+        self._drops_remainder, self._is_cut = False, False
         self.batch_size_given: int | None = None
         random_access = hasattr(source, "__getitem__") and hasattr(source, "__len__")
         self.keys_given: dict[str, Any] = {"shuffle": random_access if shuffle is None else shuffle}
 
     def batch(self, batch_size: int, drop_remainder: bool = False, **more: Any) -> GeneratorDataset:
-        """Take ``batch_size`` rows on each data rank at a time; it must be the Trainer's ``batch_size``."""
+        """Take ``batch_size`` rows on each data rank at a time; it must be the Trainer's ``batch_size``.
+
+        From here on :meth:`take`, :meth:`skip` and :meth:`repeat` count batches. The Trainer then joins their rows: a
+        short batch inside of an epoch is filled up with the rows that follow.
+        """
         _look_at("batch", more, ["batch_size", "drop_remainder"])
+        if self.batch_size_given is not None:
+            raise ConfigError("batch() after batch()", "would make batches of batches", "Call it once")
         result = self._copy()
-        result.batch_size_given = _positive("batch_size", batch_size)
+        result.batch_size_given, result._drops_remainder = _positive("batch_size", batch_size), drop_remainder
         if drop_remainder:
             result.keys_given["drop_last"] = True
         return result
 
     def repeat(self, count: int | None = None) -> GeneratorDataset:
-        """Let an epoch go through the rows ``count`` times."""
+        """Let an epoch go through what is there so far ``count`` times."""
         if count in (None, -1):
             raise ConfigError(f"repeat({count})", "would never end an epoch", "Use TrainingArguments(epochs=...)")
         assert count is not None
-        result = self._copy()
-        result._repeats *= _positive("repeat", count)
-        return result
+        times = _positive("repeat", count)
+        return self._changed(lambda stream: lambda: chain.from_iterable(stream() for _ in range(times)))
 
     def shuffle(self, buffer_size: int | None = None) -> GeneratorDataset:
         """Another order in each epoch, over all rows, whatever the size of the buffer."""
@@ -126,28 +135,29 @@ class GeneratorDataset:
         result._columns = [name for name in self._columns if name not in inputs] + outputs
         return result
 
-    def take(self, count: int) -> GeneratorDataset:
-        """Use only the first rows."""
-        self._refuse_after_batch("take")
-        result = self._copy()
-        count = _positive("take", count)
-        result._limit = count if self._limit is None else min(count, self._limit)
-        return result
+    def take(self, count: int = -1) -> GeneratorDataset:
+        """Use only the first rows, or after :meth:`batch` the first batches; -1: all of them."""
+        stop = None if count == -1 else _positive("take", count)
+        return self._changed(lambda stream: lambda: islice(stream(), stop))
 
     def skip(self, count: int) -> GeneratorDataset:
-        """Leave out the first rows."""
-        self._refuse_after_batch("skip")
-        result = self._copy()
-        result._skipped += _positive("skip", count)
-        if result._limit is not None:
-            result._limit = max(0, result._limit - count)
-        return result
+        """Leave out the first rows, or after :meth:`batch` the first batches."""
+        start = _positive("skip", count)
+        return self._changed(lambda stream: lambda: islice(stream(), start, None))
 
-    def _refuse_after_batch(self, name: str) -> None:
-        """In MindSpore it then counts batches, or the repeated rows; here it counts rows of the source."""
-        if self.batch_size_given is not None or self._repeats > 1:
-            rule = "counts rows, and stands before batch and repeat"
-            raise ConfigError(f"{name}() after batch() or repeat()", rule, f"Call {name}(ROWS) first")
+    def _changed(self, change: Callable[[_Stream], _Stream]) -> GeneratorDataset:
+        """A copy with another stream; where batches have been asked for, the stream is one of batches from here on.
+
+        They are cut no earlier: which rows are left over as the remainder of an epoch is for the Trainer to say, that
+        knows their order.
+        """
+        result = self._copy()
+        if self.batch_size_given is not None and not self._is_cut:
+            rows, size, drops = self._stream, self.batch_size_given, self._drops_remainder
+            result._stream = lambda: (part for part in _batches(rows(), size) if len(part) == size or not drops)
+            result._is_cut = True
+        result._stream = change(result._stream)
+        return result
 
     def get_batch_size(self) -> int:
         """Rows of a batch, 1 where :meth:`batch` has not been called."""
@@ -164,13 +174,11 @@ class GeneratorDataset:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows of an epoch, as dictionaries, in the order of the source."""
-        for _ in range(self._repeats):
-            stop = None if self._limit is None else self._skipped + self._limit
-            for row in islice(self._rows(), self._skipped, stop):
-                value = self._named(row)
-                for step in self._steps:
-                    value = step(value)
-                yield value
+        for row in chain.from_iterable(self._stream()) if self._is_cut else self._stream():
+            value = self._named(row)
+            for step in self._steps:
+                value = step(value)
+            yield value
 
     def create_dict_iterator(self, num_epochs: int = 1, output_numpy: bool = False) -> Iterator[dict[str, Any]]:
         """The rows as dictionaries, ``num_epochs`` times; values are Python's own."""
@@ -195,6 +203,12 @@ class GeneratorDataset:
             rule = f"the source gives {len(values)} values a row, and column_names has {len(names)}"
             raise ConfigError(f"column_names = {names}", rule, "Give a tuple with one value for each column")
         return dict(zip(names, values, strict=True))
+
+
+def _batches(rows: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """``size`` rows at a time; the last may be shorter."""
+    while part := tuple(islice(rows, size)):
+        yield part
 
 
 def _names(given: str | Sequence[str] | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Folders in PEFT's format: which one a path means, the base model that it names, both loaded by plain peft."""
+"""Folders in PEFT's format: the base model that one names, and both loaded by plain peft."""
 
 from __future__ import annotations
 
@@ -15,24 +15,6 @@ from transformers.utils import logging
 from shardwise.errors import CheckpointError, ConfigError
 
 CONFIG_FILE = "adapter_config.json"
-
-
-def find_adapter(source: Path) -> Path:
-    """The adapter that a path means: the folder itself, a run's ``export``, or its newest checkpoint's.
-
-    Raises:
-        ConfigError: none of them is there.
-    """
-    steps = {path: path.name.partition("-")[2] for path in source.glob("checkpoints/step-*")}
-    checkpoints = sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
-    looked_for = [source, source / "adapter", source / "export", *(path / "adapter" for path in reversed(checkpoints))]
-    for folder in looked_for:
-        if (folder / CONFIG_FILE).is_file():
-            return folder
-    if (source / "export" / "config.json").is_file() or (source / "config.json").is_file():
-        raise ConfigError(str(source), "is no adapter but a whole model", "There is nothing to merge; use it as it is")
-    rule = f"holds no adapter ({CONFIG_FILE}; looked in it, in adapter/, export/ and checkpoints/step-*/adapter/)"
-    raise ConfigError(str(source), rule, "Give a run's output folder or an adapter folder")
 
 
 def is_adapter_folder(folder: Path) -> bool:

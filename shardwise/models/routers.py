@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from shardwise.errors import PlanError
+from shardwise.spec.counts import EXPERTS_PER_TOKEN
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def take_routers(model: PreTrainedModel) -> Routers | None:
     true, which it is not by default. The flag is taken off the model: the loss is computed outside of it.
 
     Raises:
-        PlanError: the loss is asked for, and transformers does not say where the router logits are.
+        PlanError: the loss is asked for, and transformers does not say where the router logits are, or the
+            configuration how many experts a token is sent to.
     """
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
@@ -48,7 +50,11 @@ def take_routers(model: PreTrainedModel) -> Routers | None:
         rule = f"transformers does not say where the router logits of {type(model).__name__} are"
         raise PlanError("config.json: output_router_logits = true", rule, "Set it to false")
     names = [name for name, module in model.named_modules() if isinstance(module, recorder.target_class)]
-    return Routers(tuple(names), recorder.index, config.num_experts_per_tok, coefficient)
+    top_k = next((getattr(config, name) for name in EXPERTS_PER_TOKEN if getattr(config, name, None)), None)
+    if top_k is None:
+        rule = f"its balance loss needs the experts of a token, and there is none of {', '.join(EXPERTS_PER_TOKEN)}"
+        raise PlanError("config.json: output_router_logits = true", rule, "Set it to false")
+    return Routers(tuple(names), recorder.index, top_k, coefficient)
 
 
 def _recorder(model: PreTrainedModel) -> OutputRecorder | None:

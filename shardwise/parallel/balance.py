@@ -25,12 +25,15 @@ from shardwise.models.routers import Routers
 
 
 class _AddGradient(torch.autograd.Function):
-    """``hidden`` unchanged; in the backward pass ``loss`` receives the gradient 1."""
+    """The values of ``hidden``; in the backward pass ``loss`` receives the gradient 1.
+
+    A copy and no view: FSDP's hook on a view is lost without a word if the next block changes it in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(torch.ones_like(loss))
-        return hidden.view_as(hidden)
+        return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.precision import master_dtype
 from shardwise.spec.layout import ParamLayout, chunk_range
+
+# The logits of a head with a bias are a view of the matrix product. FSDP warns since a change of a view in place would
+# lose its hook. What a stage returns goes to our loss or to the next stage, and neither changes it in place. What a
+# block returns goes to the model's own code: there the warning stays.
+_STAGE_RETURNS_VIEW = r"FSDP2-wrapped module \(FSDPStage\) returned a view tensor"
 
 
 def apply_fsdp(
@@ -33,6 +39,7 @@ def apply_fsdp(
     strategy = mesh.strategy
     if strategy.dp_shard == 1:
         return layouts
+    warnings.filterwarnings("ignore", message=_STAGE_RETURNS_VIEW)
     axes = ("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)
     fsdp_mesh = mesh.device_mesh[axes]
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(compute_dtype))

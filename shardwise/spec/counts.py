@@ -19,6 +19,8 @@ from shardwise.errors import CheckpointError
 from shardwise.spec.weight_files import weight_files
 
 _MAX_HEADER_BYTES = 100 * 10**6
+# Names by which configurations say how many experts a token is routed to.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,8 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 def num_active_experts(config: Mapping[str, Any]) -> int:
     """Experts of a block that one token is routed to; all of them where the configuration does not say."""
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
     experts = num_experts(config)
-    return min(experts, next((int(config[name]) for name in names if config.get(name)), experts))
+    return min(experts, next((int(config[name]) for name in EXPERTS_PER_TOKEN if config.get(name)), experts))
 
 
 def _stored(folder: Path, config: Mapping[str, Any], sizes: Sizes) -> Counts | None:

@@ -227,6 +227,15 @@ def _batch(run: RunConfig, pp: int, dp: int) -> tuple[int, int]:
     return rows, given_m or _default_micro_batch_size(rows // dp, pp)
 
 
+def filling_micro_batch_size(device_rows: int, accumulation: int, pp: int) -> int:
+    """m where a data rank has ``accumulation`` times ``device_rows`` rows a step, as Hugging Face gives the batch.
+
+    It is ``device_rows``; where that makes fewer micro-batches than stages, of which some would be empty, the
+    default for as many rows.
+    """
+    return device_rows if accumulation >= pp else _default_micro_batch_size(device_rows * accumulation, pp)
+
+
 def _default_micro_batch_size(rank_rows: int, pp: int) -> int:
     """The largest m that divides a data rank's rows: up to 8, or leaving 2 pp micro-batches to fill the pipeline."""
     most = 8 if pp == 1 else rank_rows // (2 * pp)

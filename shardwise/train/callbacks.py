@@ -88,7 +88,7 @@ class Callback:
         self.stop_reason = reason
 
     def on_train_begin(self, info: RunInfo) -> None:
-        """Weights are loaded, and no step of this start has been made."""
+        """Weights are loaded, and no step of this start has been made, nor an evaluation."""
 
     def on_step_begin(self, step: int) -> None:
         """Step number ``step`` (from 1) is about to be made."""
@@ -100,7 +100,10 @@ class Callback:
         """
 
     def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
-        """An evaluation is made; ``metrics`` is its line: ``step``, ``epoch``, ``eval_loss``, ``eval_tokens``."""
+        """An evaluation is made; ``metrics`` is its line: ``step``, ``epoch``, ``eval_loss``, ``eval_tokens``.
+
+        It may be one that a script has asked for, before the first step or after :meth:`on_train_end`.
+        """
 
     def on_epoch_end(self, epoch: int) -> None:
         """The last step of epoch number ``epoch`` (from 0) is made, and its evaluation; its checkpoint is not."""

@@ -1,4 +1,4 @@
-"""Where the compiled code of a run lies."""
+"""Where the compiled code of a run lies. Imports no torch before the run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import shutil
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
-
-import torch.distributed as dist
 
 from shardwise.train.callbacks import Callback, RunInfo
 
@@ -22,11 +20,19 @@ def cache_folder(output_dir: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"shardwise-compiled-{os.getuid()}-{run}"
 
 
+def remove_cache(output_dir: Path) -> None:
+    """Remove that folder, if there is one."""
+    shutil.rmtree(cache_folder(output_dir), ignore_errors=True)
+
+
 class CompilerCache(Callback):
     """Gives a run a folder of its own, shared by its ranks on one machine, empty before and gone after it.
 
     Torch's own folder, shared by all runs of a user, keeps the half-written library of a killed run, and
     every later run that wants this library fails on it. A folder that the user names is used as it is.
+
+    A rank of a run that fails leaves the folder: another rank may still compile, and would fail too and perhaps be
+    taken for the first. The launcher removes it when no rank is left, where there is none the next run.
 
     Args:
         environment: that of the process; torch reads the folder from it whenever it compiles.
@@ -36,23 +42,25 @@ class CompilerCache(Callback):
 
     def __init__(self, local_rank: int, environment: MutableMapping[str, str]) -> None:
         self._local_rank, self._environment = local_rank, environment
-        self._folder: Path | None = None
+        self._output_dir: Path | None = None
 
     def on_train_begin(self, info: RunInfo) -> None:
         """Clear what a killed run has left."""
         if _VARIABLE in self._environment:
             return
-        self._folder = cache_folder(info.output_dir)
+        import torch.distributed as dist
+
+        self._output_dir = info.output_dir
         self._remove()
         dist.barrier()
-        self._environment[_VARIABLE] = str(self._folder)
+        self._environment[_VARIABLE] = str(cache_folder(info.output_dir))
 
     def on_train_end(self, reason: str | None) -> None:
         """Everything is loaded by now."""
-        if self._folder is not None:
+        if self._output_dir is not None:
             del self._environment[_VARIABLE]
             self._remove()
 
     def _remove(self) -> None:
-        if self._local_rank == 0 and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._local_rank == 0 and self._output_dir is not None:
+            remove_cache(self._output_dir)

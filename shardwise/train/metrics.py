@@ -15,7 +15,7 @@ _TAIL_BYTES = 2**20  # holds some lines, also of steps with many row hashes
 
 
 class MetricsFile(Callback):
-    """Appends lines; on a resume, what lies behind the checkpoint is cut first."""
+    """Appends lines; what lies behind the checkpoint that a run goes on from is cut with its first step."""
 
     main_only = True
     may_stop = False
@@ -24,16 +24,16 @@ class MetricsFile(Callback):
         self._path, self._first_step, self._is_cut = info.output_dir / FILE_NAME, info.first_step, False
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._write(metrics)
-
-    def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
-        self._write(metrics)
-
-    def _write(self, values: Mapping[str, Any]) -> None:
         if not self._is_cut:  # not before there is something to put in its place: the run may fail until then
             kept = [line for line in _parsed(_text(self._path)) if int(line["step"]) <= self._first_step]
             self._path.write_text("".join(map(_dump, kept)), encoding="utf-8")
             self._is_cut = True
+        self._append(metrics)
+
+    def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
+        self._append(metrics)
+
+    def _append(self, values: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_dump(values))
 

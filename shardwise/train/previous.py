@@ -84,7 +84,7 @@ def checkpoints_now(output_dir: Path) -> Path:
 
 
 class ReplacesPrevious(Callback):
-    """With its first step a run has replaced the one before it."""
+    """With its first step or evaluation a run has replaced the one before it."""
 
     main_only = True
     may_stop = False
@@ -93,6 +93,9 @@ class ReplacesPrevious(Callback):
         self._folder = info.output_dir
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        discard(self._folder)
+
+    def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
         discard(self._folder)
 
 

@@ -26,7 +26,12 @@ class ProgressView(Callback):
 
     def on_train_begin(self, info: RunInfo) -> None:
         self._total, self._first, self._log_steps = info.total_steps, info.first_step, info.run.log.steps
-        self._began = time.monotonic()
+        self._began, self._is_new = time.monotonic(), True
+
+    def on_step_begin(self, step: int) -> None:
+        if not self._is_new:
+            return
+        self._began, self._is_new = time.monotonic(), False  # an evaluation may have come before the first step
         if self._terminal is not None and self._terminal.isatty():
             columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
             self._bar = Progress(*columns, console=Console(file=self._terminal))

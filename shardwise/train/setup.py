@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.hf import load_slices
@@ -45,19 +46,50 @@ class LoadedModel:
     adapters: Adapters | None = None
 
 
-def load_model(run: RunConfig, plan: Plan, mesh: Mesh) -> tuple[LoadedModel, Plan]:
+class Blueprint:
+    """The whole model of a run on meta, built at the first use and once: big ones take seconds.
+
+    :func:`load_model` cuts it, so nothing else may look at it afterwards.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model with all parameters and buffers on meta.
+
+        Raises:
+            ConfigError: what :func:`shardwise.models.build.build_on_meta` refuses.
+        """
+        run = self._run
+        return build_on_meta(Path(run.model), run.attn_implementation, DTYPES[run.train.precision or "fp32"])
+
+    @cached_property
+    def adapters(self) -> Adapters | None:
+        """What is added to the model, None where all of it trains.
+
+        Raises:
+            ConfigError: what :func:`shardwise.models.lora.find_adapters` refuses.
+        """
+        return find_adapters(self.model, self._run.lora) if self._run.lora is not None else None
+
+
+def load_model(run: RunConfig, plan: Plan, mesh: Mesh, blueprint: Blueprint | None = None) -> tuple[LoadedModel, Plan]:
     """Build on meta, split by the plan, read or draw this rank's slices.
+
+    Args:
+        blueprint: of the same run, where something else has needed the model before; None: built here.
 
     Returns:
         The model, and the plan with its sharding table filled in.
     """
-    folder = Path(run.model)
-    hf_model = build_on_meta(folder, run.attn_implementation, DTYPES[run.train.precision or "fp32"])
+    folder, blueprint = Path(run.model), blueprint or Blueprint(run)
+    hf_model, adapters = blueprint.model, blueprint.adapters
     names = {name for name, _ in hf_model.named_parameters()}
     random = run.model_init == "random"
     naming = default_naming(hf_model, declared_dtype(folder)) if random else naming_of_folder(folder, hf_model)
     dists = distributions(hf_model) if random else {}
-    adapters = find_adapters(hf_model, run.lora) if run.lora is not None else None
     model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile)
     base = [shard for shard in model.shards if shard.layout.source in names]
     if random:
@@ -81,16 +113,6 @@ def declared_dtype(folder: Path) -> torch.dtype:
     declared = AutoConfig.from_pretrained(folder).dtype
     dtype = getattr(torch, declared) if isinstance(declared, str) else declared
     return dtype or torch.float32
-
-
-def check_adapters(run: RunConfig) -> None:
-    """Refuse adapters that do not fit the model; builds it on meta, so it costs no weights and little time.
-
-    Raises:
-        ConfigError: what :func:`shardwise.models.lora.find_adapters` refuses.
-    """
-    if run.lora is not None:
-        find_adapters(build_on_meta(Path(run.model), run.attn_implementation), run.lora)
 
 
 def read_rows(

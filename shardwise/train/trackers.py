@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import dump_yaml, flatten
+from shardwise.log import say
 from shardwise.spec.run import RunConfig
 from shardwise.train.callbacks import Callback, RunInfo
 
@@ -21,29 +22,41 @@ PROJECT = "shardwise"
 
 
 class Tracker(Callback):
-    """What the adapters have in common. A failure is reported once and costs the run nothing but the curves."""
+    """What the adapters have in common. A failure is reported once and costs the run nothing but the curves.
+
+    The run in the service ends with the training. An evaluation that a script makes after it is in metrics.jsonl alone.
+    """
 
     main_only = True
     optional = True
     may_stop = False
+    _is_open = False
 
     def on_train_begin(self, info: RunInfo) -> None:
         with redirect_stdout(sys.stderr):  # some greet on stdout, which is kept for results
             self.open(info, info.output_dir.resolve())
+        self._is_open = True
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.log(numbers(metrics), step)
 
     def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
-        self.log(numbers(metrics), metrics["step"])
+        if self._is_open:
+            self.log(numbers(metrics), metrics["step"])
+        else:
+            say(f"{self.name}: its run ended with the training; this evaluation is in metrics.jsonl alone")
 
     def on_train_end(self, reason: str | None) -> None:
-        with redirect_stdout(sys.stderr):
-            self.close(failed=None)
+        self._close(failed=None)
 
     def on_exception(self, error: BaseException) -> None:
-        with redirect_stdout(sys.stderr):
-            self.close(failed=f"{type(error).__name__}: {error}")
+        self._close(failed=f"{type(error).__name__}: {error}")
+
+    def _close(self, failed: str | None) -> None:
+        if self._is_open:
+            self._is_open = False
+            with redirect_stdout(sys.stderr):
+                self.close(failed)
 
     def open(self, info: RunInfo, folder: Path) -> None:
         """Begin a run in the service; ``folder`` is the output folder, whole."""

@@ -72,6 +72,7 @@ class Trainer:
         self.losses: list[float | None] = []  # of the steps made here, the same on every rank
         self._compile_clock = CompileClock() if parts.run.train.compile else None
         self._stopped: str | None = None  # what ended an evaluation
+        self._begun = False
 
     def train(self) -> str | None:
         """Run the steps that are left.
@@ -81,17 +82,8 @@ class Trainer:
             at the regular end.
         """
         parts = self.parts
-        info = RunInfo(
-            run=parts.run,
-            output_dir=self.folder,
-            rank=parts.context.rank,
-            world_size=parts.context.world_size,
-            first_step=self.state.step,
-            total_steps=self.total_steps,
-            model=parts.loaded.model,
-        )
         try:
-            self.callbacks.call("on_train_begin", info)
+            self._begin()
             stopped, reason = self._run()
             if stopped is None and parts.run.save.export:
                 self.export()
@@ -102,6 +94,23 @@ class Trainer:
         finally:
             parts.meter.close()
         return stopped
+
+    def _begin(self) -> None:
+        """Tell the callbacks of the run, before its first step or an evaluation that comes before it."""
+        if self._begun:
+            return
+        self._begun = True
+        parts = self.parts
+        info = RunInfo(
+            run=parts.run,
+            output_dir=self.folder,
+            rank=parts.context.rank,
+            world_size=parts.context.world_size,
+            first_step=self.state.step,
+            total_steps=self.total_steps,
+            model=parts.loaded.model,
+        )
+        self.callbacks.call("on_train_begin", info)
 
     def _supersede(self, first: int) -> None:
         """With the first step after step ``first``, checkpoints beyond it are of a branch that was left."""
@@ -192,10 +201,27 @@ class Trainer:
         return strategy == "steps" and every is not None and self.state.step % every == 0
 
     def evaluate(self) -> tuple[float, int] | str:
-        """The loss over all rows for evaluation and their supervised tokens; or what a stop gives, as :meth:`train`.
+        """Evaluate outside of :meth:`train`, before or after it; metrics and callbacks learn of it as of the run's own.
 
         To be called by all ranks.
+
+        Returns:
+            The loss over all rows for evaluation and their supervised tokens; or what a stop gives, as :meth:`train`.
         """
+        loader, owed = self.state.loader, self.state.owed_evaluation
+        ended = loader.epoch > 0 and loader.rows_seen == 0  # it stands at the begin of an epoch without a step
+        try:
+            self._begin()
+            found = self._measure()
+            if not isinstance(found, str):
+                self._tell(found, loader.epoch - ended if owed is None else owed)
+        except BaseException as error:
+            self.callbacks.failed(error)
+            raise
+        return found
+
+    def _measure(self) -> tuple[float, int] | str:
+        """The loss over all rows for evaluation and their supervised tokens, or what a stop gives."""
         parts, self._stopped = self.parts, None
         assert parts.eval_loader is not None
         size = parts.run.eval.batch_size or parts.eval_loader.settings.global_batch_size
@@ -215,14 +241,17 @@ class Trainer:
 
     def _evaluate(self, epoch: int) -> str | None:
         """Evaluate after a step; returns what stopped it."""
-        found = self.evaluate()
+        found = self._measure()
         if isinstance(found, str):
             return found
+        self._tell(found, epoch)
+        return None
+
+    def _tell(self, found: tuple[float, int], epoch: int) -> None:
         loss, num_tokens = found
         self.state = replace(self.state, owed_evaluation=None)
         values = {"kind": "eval", "step": self.state.step, "epoch": epoch, "eval_loss": loss, "eval_tokens": num_tokens}
         self.callbacks.call("on_evaluate", MappingProxyType(values))
-        return None
 
     def save(self) -> None:
         """Write a checkpoint of the current step, then remove the ones that are too many.

@@ -14,7 +14,6 @@ from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
-from shardwise.models.build import build_on_meta
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
@@ -34,7 +33,7 @@ from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
-from shardwise.train.setup import check_adapters, data_fingerprint, load_model, make_loader, read_rows
+from shardwise.train.setup import Blueprint, data_fingerprint, load_model, make_loader, read_rows
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -108,7 +107,8 @@ def build_parts(
         if context.terminal is not None:
             print(text, file=context.terminal, flush=True)
 
-    check_adapters(run)
+    blueprint = Blueprint(run)
+    _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
     identity = _checked_identity(run, plan, context, data_fingerprint(rows))
@@ -116,13 +116,13 @@ def build_parts(
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
     if compiler_available is not None:
-        run = _compiled_by_rule(run, plan, steps, compiler_available, say)
+        run = _compiled_by_rule(run, plan, steps, compiler_available, blueprint, say)
         if context.rank == 0:
             (context.output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     _say_what_becomes_of_rows(loader, say)
     eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
     meter = MemoryMeter(device)
-    loaded, plan = load_model(run, plan, mesh)
+    loaded, plan = load_model(run, plan, mesh, blueprint)
     if loaded.adapters is not None:
         say(f"LoRA      {loaded.adapters}")
         if run.model_init == "random":
@@ -161,10 +161,15 @@ def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> Non
 
 
 def _compiled_by_rule(
-    run: RunConfig, plan: Plan, num_steps: int, compiler_available: bool, say: Callable[[str], None]
+    run: RunConfig,
+    plan: Plan,
+    num_steps: int,
+    compiler_available: bool,
+    blueprint: Blueprint,
+    say: Callable[[str], None],
 ) -> RunConfig:
     compiled, why = compile_rule(run, plan, num_steps, compiler_available)
-    if compiled and has_dropout_layers(build_on_meta(Path(run.model), run.attn_implementation)):
+    if compiled and has_dropout_layers(blueprint.model):
         compiled, why = False, "blocks run eagerly: the model has dropout layers, which do not compile"
     say(f"compile   {why}")
     return run.model_copy(update={"train": run.train.model_copy(update={"compile": compiled})})

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardwise.api.arguments import TrainingArguments, own_names
+from shardwise.api.auto import ModelHandle
 from shardwise.api.fields import HARMLESS, HONOURED, REFUSED
+from shardwise.api.trainer import Trainer
 from shardwise.errors import ConfigError
+from shardwise.launch.place import PRESETS
 from shardwise.spec.rules import known_keys, parse_run
 
 
@@ -97,6 +103,63 @@ def test_the_batch_of_a_device(given: dict[str, Any], micro_batch: int, accumula
     run = parse_run({"model": "m", **tree(**given)})
     assert run.strategy.micro_batch_size == micro_batch
     assert run.train.gradient_accumulation_steps == accumulation
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "num_stages", "micro_batch"),
+    [
+        (8, 1, 1, 8),
+        (8, 1, 2, 2),  # the default for 8 rows: twice as many micro-batches as stages
+        (8, 1, 4, 1),
+        (6, 2, 4, 1),
+        (4, 4, 4, 4),  # as many micro-batches as stages: what was given stays
+        (2, 8, 4, 2),
+        (1, 2, 4, 1),  # fewer rows than stages: none can be left for the others
+        (3, 5, 6, 1),
+    ],
+)
+def test_a_pipeline_gets_no_empty_micro_batch_where_the_rows_allow_it(
+    rows: int, accumulation: int, num_stages: int, micro_batch: int
+) -> None:
+    args = TrainingArguments(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    run = parse_run({"model": "m", **args.tree_for(num_stages=num_stages)})
+    assert (run.strategy.micro_batch_size, run.train.gradient_accumulation_steps) == (
+        micro_batch,
+        rows * accumulation // micro_batch,
+    )
+    assert run.train.gradient_accumulation_steps >= min(num_stages, rows * accumulation)
+
+
+def test_a_micro_batch_that_was_given_stays() -> None:
+    args = TrainingArguments(per_device_train_batch_size=8, micro_batch_size=8)
+    assert args.tree_for(num_stages=4)["strategy"]["micro_batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "preset", "micro_batch"),
+    [
+        ({}, {}, [], 8),
+        ({"pp": 2}, {}, [], 2),
+        ({"stages": [1, 1]}, {}, [], 2),
+        ({}, {"pp": 2}, [], 2),
+        ({"pp": 2}, {}, ["pp=1"], 8),
+        ({}, {}, ["strategy.pp=4"], 1),
+        ({"pp": "two"}, {}, [], 8),  # refused by its own rule
+    ],
+)
+def test_a_trainer_knows_its_stages_whoever_has_given_them(
+    strategy: dict[str, Any],
+    arguments: dict[str, Any],
+    preset: list[str],
+    micro_batch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.api.trainer.contact", lambda count, devices: None)
+    monkeypatch.setattr("shardwise.api.trainer.parse_run", lambda tree: SimpleNamespace(devices=None))
+    monkeypatch.setenv(PRESETS, json.dumps(preset))
+    args = TrainingArguments(per_device_train_batch_size=8, **arguments)
+    trainer = Trainer(ModelHandle("m", Path("m")), args, train_dataset=[{}], strategy=strategy)
+    assert trainer._tree()["strategy"]["micro_batch_size"] == micro_batch
 
 
 def test_no_batch_leaves_the_default_of_the_contract() -> None:

@@ -17,13 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from shardwise import cli
-from shardwise.checkpoint.adapter import write_adapter
+from shardwise.checkpoint.adapter import find_adapter, write_adapter
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.listing import complete_checkpoints
 from shardwise.checkpoint.merge import merge
 from shardwise.checkpoint.store import load_checkpoint, save_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.models.adapter_folder import find_adapter
 from shardwise.models.init import fill_random
 from shardwise.spec import tolerance
 from shardwise.spec.run import LoraConfig
@@ -290,10 +289,11 @@ def test_what_cannot_be_merged_is_refused(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_newest_adapter_of_a_run_is_found(tmp_path: Path) -> None:
-    for step in (9, 10):
-        folder = tmp_path / "checkpoints" / f"step-{step:08d}" / "adapter"
-        folder.mkdir(parents=True)
-        (folder / "adapter_config.json").write_text("{}")
+    for step in (9, 10, 11):
+        checkpoint = tmp_path / "checkpoints" / f"step-{step:08d}"
+        (checkpoint / "adapter").mkdir(parents=True)
+        for name in (".metadata", "a.distcp", "adapter/adapter_config.json", "state.json")[: 3 if step == 11 else 4]:
+            (checkpoint / name).write_text("{}")  # step 11 is not complete
     assert find_adapter(tmp_path).parent.name == "step-00000010"
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "adapter_config.json").write_text("{}")

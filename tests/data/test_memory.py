@@ -64,6 +64,20 @@ def test_a_data_set_without_end_is_cut_at_max_records() -> None:
     assert len(memory_records(endless, "rows", 3)) == 3
 
 
+def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
+    """Each row of a table has all columns, and each turn all keys that any turn has."""
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "default": None}]}
+    table = [
+        {"input_ids": None, "messages": [{"role": "user", "content": "2 + 3?", "tool_calls": None}, turn]},
+        {"input_ids": [1, 2], "messages": None},
+    ]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert memory_records(table, "rows") == [
+        Record(1, {"messages": [{"role": "user", "content": "2 + 3?"}, called]}),
+        Record(2, {"input_ids": [1, 2]}),
+    ]
+
+
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [

@@ -65,7 +65,9 @@ def test_the_script_in_hugging_face_style_trains_evaluates_and_exports(models: P
     script = str(EXAMPLES / "train.py")
     with command(tmp_path / "out", script, *arguments, *output, SHARDWISE_DEVICE="cpu") as job:
         assert job.wait(SECONDS) == 0, job.stderr
-    lines = metrics(job)
-    assert [(line["step"], line["num_rows"]) for line in lines] == [(1, 8), (2, 8)]
-    assert job.stdout.startswith(f"final loss {lines[-1]['loss']}, loss on held-out rows ")
+    *lines, evaluation = metrics(job)
+    assert [(line["kind"], line["step"], line["num_rows"]) for line in lines] == [("train", 1, 8), ("train", 2, 8)]
+    assert (evaluation["kind"], evaluation["step"]) == ("eval", 2)
+    told = f"final loss {lines[-1]['loss']}, loss on held-out rows {evaluation['eval_loss']:.4f}\n"
+    assert job.stdout == told
     assert {path.name for path in (job.output_dir / "export").iterdir()} >= {"config.json", "tokenizer.json"}

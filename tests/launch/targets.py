@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError
+from shardwise.train.compiler_cache import cache_folder
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import update_status
 
@@ -53,6 +54,13 @@ def rank_1_raises(context: WorkerContext) -> None:
         _spin(context, 0.2)
         raise ValueError("row 17 is not a row")
     _spin(context)
+
+
+def rank_1_raises_with_compiled_code(context: WorkerContext) -> None:
+    if context.rank == 0:
+        cache_folder(context.output_dir).mkdir()
+        (cache_folder(context.output_dir) / "block.so").touch()
+    rank_1_raises(context)
 
 
 def rank_1_raises_while_others_wait(context: WorkerContext) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.train.compiler_cache import cache_folder
 from tests.launch.jobs import launched, seconds_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -47,6 +48,13 @@ def test_the_rank_that_raised_is_named_not_those_that_complain(tmp_path: Path, t
     assert "Traceback" not in job.stderr
     assert (job.status()["state"], job.status()["rank"]) == ("failed", 1)
     assert "Traceback" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+def test_a_run_that_fails_leaves_no_compiled_code(tmp_path: Path) -> None:
+    with launched(tmp_path, "rank_1_raises_with_compiled_code") as job:
+        assert job.wait() == 3
+    assert "rank 1 failed: ValueError" in job.stderr
+    assert not cache_folder(tmp_path).exists()
 
 
 def test_a_refusal_of_all_ranks_is_one_message(tmp_path: Path) -> None:

@@ -186,8 +186,10 @@ print(json.dumps(losses))
     assert last == pytest.approx(expected[-1], rel=FP32_LOSS)
     assert after == pytest.approx(saved, rel=FP32_LOSS)
     assert after < before
-    for name in ("out-before", "out", "out-after"):
+    for name, value, step in (("out-before", before, 0), ("out", after, STEPS), ("out-after", saved, 0)):
         assert (tmp_path / name / "plan.json").is_file()
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (line["kind"], line["step"], line["eval_loss"]) == ("eval", step, value)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,24 @@ def test_how_a_script_ends_after_training(
     for word in words:
         assert word in job.stderr
     assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_trains_alone_is_told_at_once_who_did_not(inputs: Path, tmp_path: Path, alone: int) -> None:
+    text = TRAIN.replace("result = trainer.train()", f"if os.environ['RANK'] != '{alone}': sys.exit()\ntrainer.train()")
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait(60) == 3
+    told = f"train() on rank {alone}: rank {1 - alone} came to the end of the script without it. Call it on every rank"
+    assert told in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_a_call_after_training_that_only_one_rank_makes_is_told_too(inputs: Path, tmp_path: Path) -> None:
+    text = TRAIN.replace("evaluated =", "if not trainer.is_world_process_zero(): sys.exit()\nevaluated =")
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait(60) == 3
+    assert "evaluate() on rank 0: rank 1 came to the end of the script without it" in job.stderr
+    assert (job.status()["state"], job.status()["rank"], job.status()["step"]) == ("failed", 0, STEPS)
 
 
 CONTACT = """

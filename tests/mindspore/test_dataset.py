@@ -64,6 +64,21 @@ def test_batch_keeps_the_rows_and_notes_its_size() -> None:
         (lambda data: data.take(2).skip(1), (1,)),
         (lambda data: data.skip(1).take(1), (1,)),
         (lambda data: data.take(1).repeat(3), (0, 0, 0)),
+        (lambda data: data.take(), (0, 1, 2)),
+        (lambda data: data.take(9).skip(9), ()),
+        (lambda data: data.skip(2).skip(1), ()),
+        (lambda data: data.repeat(2).take(4), (0, 1, 2, 0)),  # of the repeated rows
+        (lambda data: data.repeat(2).skip(4), (1, 2)),
+        (lambda data: data.batch(2).take(1), (0, 1)),  # of batches
+        (lambda data: data.batch(2).skip(1), (2,)),
+        (lambda data: data.batch(2).skip(1).repeat(2), (2, 2)),
+        (lambda data: data.batch(2).repeat(2).take(3), (0, 1, 2, 0, 1)),
+        (lambda data: data.batch(2).repeat(2).skip(1), (2, 0, 1, 2)),
+        (lambda data: data.repeat(2).batch(2).take(2), (0, 1, 2, 0)),  # a batch over the end of a repetition
+        (lambda data: data.take(1).batch(2).take(1), (0,)),
+        (lambda data: data.batch(2, drop_remainder=True).repeat(2), (0, 1, 0, 1)),
+        (lambda data: data.batch(2, drop_remainder=True).skip(1), ()),
+        (lambda data: data.batch(2).take(1).map(lambda text: text, "input"), (0, 1)),
     ],
 )
 def test_repeat_take_and_skip(change: Callable[[GeneratorDataset], GeneratorDataset], places: tuple[int, ...]) -> None:
@@ -110,6 +125,9 @@ def test_an_argument_without_effect_says_why(capsys: pytest.CaptureFixture[str])
         (lambda: list(GeneratorDataset(generate, ["a"])), ["2 values a row", "has 1"]),
         (lambda: GeneratorDataset(generate, COLUMNS).batch(0), ["batch_size = 0"]),
         (lambda: GeneratorDataset(generate, COLUMNS).batch(2, per_batch_map=len), ["per_batch_map"]),
+        (lambda: GeneratorDataset(generate, COLUMNS).batch(2).batch(2), ["batches of batches"]),
+        (lambda: GeneratorDataset(generate, COLUMNS).take(0), ["take = 0", "above 0"]),
+        (lambda: GeneratorDataset(generate, COLUMNS).skip(-1), ["skip = -1", "above 0"]),
         (lambda: GeneratorDataset(generate, COLUMNS).repeat(), ["never end", "epochs"]),
         (lambda: GeneratorDataset(generate, COLUMNS).map(len, "text"), ["input_columns = ['text']", "input, output"]),
     ],
@@ -121,9 +139,15 @@ def test_what_is_refused(make: Callable[[], Any], words: list[str]) -> None:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["take", "skip"])
-@pytest.mark.parametrize("before", ["batch", "repeat"])
-def test_counts_of_batches_or_of_repeated_rows_are_refused(name: str, before: str) -> None:
-    data = getattr(GeneratorDataset(["a", "b"], column_names=["text"]), before)(2)
-    with pytest.raises(ConfigError, match=rf"{name}\(\) after batch\(\) or repeat\(\).*Call {name}"):
-        getattr(data, name)(1)
+def test_what_a_data_set_was_made_from_stays_as_it_was() -> None:
+    plain = GeneratorDataset(generate, COLUMNS)
+    batches = plain.batch(2)
+    batches.take(1)
+    plain.skip(1)
+    assert list(plain) == list(batches) == rows(0, 1, 2)
+
+
+def test_the_size_after_take_counts_the_batches_that_are_left() -> None:
+    data = GeneratorDataset(generate, COLUMNS).batch(2)
+    assert [data.take(1).get_dataset_size(), data.skip(1).get_dataset_size()] == [1, 1]
+    assert data.take(1).batch_size_given == 2

@@ -15,23 +15,12 @@ from shardwise.spec.run import LoraConfig
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
 from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, strategy
+from tests.parallel.layouts import LAYOUTS
 from tests.parallel.lora_harness import LoraCase, make_adapter, reference, run_cases
 
 pytestmark = pytest.mark.slow
 
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
-    "dp_replicate2": {"dp_replicate": 2},
-    "dp_shard2": {"dp_shard": 2},
-    "tp2-pp2": {"tp": 2, "pp": 2},
-    "tp2-dp2": {"tp": 2, "dp_shard": 2},
-    "pp2-dp2": {"pp": 2, "dp_shard": 2},
-    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp_shard": 2},
-    "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
-}
 ADAPTERS: dict[str, LoraConfig] = {
     "all": LoraConfig(r=4, alpha=8.0),
     "q": LoraConfig(r=2, alpha=8.0, target_modules=("q_proj",)),

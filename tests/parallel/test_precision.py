@@ -38,19 +38,9 @@ from tests.parallel.harness import (
     run_cases,
     strategy,
 )
+from tests.parallel.layouts import LAYOUTS
 
 MODELS = ("llama", "qwen3-tied")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
-    "dp_replicate2": {"dp_replicate": 2},
-    "dp_shard2": {"dp_shard": 2},
-    "tp2-pp2": {"tp": 2, "pp": 2},
-    "pp2-dp2": {"pp": 2, "dp_shard": 2},
-    "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
-    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp_shard": 2},
-}
 TABLE = [(model, layout) for model in MODELS for layout in LAYOUTS]
 STEPS = 20
 
