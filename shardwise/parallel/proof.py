@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import PlanError
-from shardwise.models.shard import take
+from shardwise.models.shard import Shard, take
 from shardwise.models.sharding import published_table
 from shardwise.models.structure import find_structure
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.replicate import sum_gradients
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.spec.layout import ParamLayout, chunk_range
 from shardwise.spec.tolerance import PROOF, relative_error
@@ -165,7 +166,7 @@ def _largest_error(whole: PreTrainedModel, mesh: Mesh) -> tuple[float, str]:
             errors[name] = 0.0 if grad is original else float("inf")
             continue
         if layouts[name].tp_partial:
-            dist.all_reduce(grad, group=mesh.group("tp"))
+            sum_gradients([Shard(layouts[name], parameter)], mesh, None)
         errors[name] = _error(grad, take(original, layouts[name]), total)
     where = max(errors, key=lambda name: errors[name])
     worst = torch.tensor(errors[where], dtype=torch.float32, device=mesh.device)
