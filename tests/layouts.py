@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from shardwise.spec.layout import ParamLayout, chunk_range
+from shardwise.spec.layout import ParamLayout, chunk_range, over_tensor_ranks
 
 
 def cut(
@@ -18,14 +18,18 @@ def cut(
 ) -> list[ParamLayout]:
     """One parameter on tp x dp_shard ranks: each part of ``tp_dim`` is cut at random between the tensor ranks.
 
+    A part may be held by further ranks too. Tensor ranks come first in the result, shards of one rank together.
+
     Args:
         draw: a number within two bounds.
     """
     layouts = [ParamLayout(name, shape, owned=rank == 0) for rank in range(tp)]
     if tp_dim is not None:
         cuts = sorted(draw(0, shape[tp_dim]) for _ in range(draw(1, 3) * tp - 1))
-        ranges = tuple(itertools.pairwise([0, *cuts, shape[tp_dim]]))
-        layouts = [ParamLayout(name, shape, tp_dim, ranges[rank::tp]) for rank in range(tp)]
+        parts = list(enumerate(itertools.pairwise([0, *cuts, shape[tp_dim]])))
+        more = {index for index, _ in parts if draw(0, 3) == 0}
+        ranges = [tuple(p for i, p in parts if i % tp == r or (i in more and draw(0, 1))) for r in range(tp)]
+        layouts = [over_tensor_ranks(ParamLayout(name, shape), tp_dim, ranges, rank) for rank in range(tp)]
     return [
         replace(layout, shard_range=chunk_range(layout.local_shape[0], dp_shard, rank))
         for layout in layouts
@@ -56,7 +60,8 @@ def held(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
     return whole if layout.shard_range is None else whole[slice(*layout.shard_range)]
 
 
-def put(whole: torch.Tensor, layout: ParamLayout, values: torch.Tensor) -> None:
-    """Write ``values``, of shape ``layout.local_shape``, to their place in ``whole``."""
+def put(whole: torch.Tensor, layout: ParamLayout, values: torch.Tensor, *, owned: bool = False) -> None:
+    """Write ``values``, of shape ``layout.local_shape``, to their place in ``whole``; on request only what is owned."""
     for piece in layout.pieces:
-        whole[piece.whole_slices] = values[piece.local_slices]
+        if piece.owned or not owned:
+            whole[piece.whole_slices] = values[piece.local_slices]

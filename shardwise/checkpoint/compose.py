@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.spec.layout import Piece, Ranges
+from shardwise.spec.layout import Piece, Ranges, intersection
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,8 @@ class Part:
 
     def overlap(self, ranges: Ranges) -> Ranges | None:
         """What of ``ranges`` (in dims of the whole) lies in this part; None where nothing does."""
-        both = tuple(
-            (max(low, first), min(high, first + extent))
-            for (low, high), first, extent in zip(ranges, self.start, self.size, strict=True)
-        )
-        return both if all(low < high for low, high in both) else None
+        own = tuple((first, first + extent) for first, extent in zip(self.start, self.size, strict=True))
+        return intersection(ranges, own)
 
     def in_tensor(self, ranges: Ranges) -> Ranges:
         """``ranges`` of the whole, inside of this part, as ranges of the tensor."""
@@ -87,9 +84,7 @@ def boxes(parts: Sequence[Part], pieces: Sequence[Piece], *, first: bool = False
             if both is None or (first and part.start in seen):
                 continue
             seen.add(part.start)
-            shifts = [place - start for (start, _), (place, _) in zip(piece.whole, piece.local, strict=True)]
-            local = tuple(slice(low + shift, high + shift) for (low, high), shift in zip(both, shifts, strict=True))
-            found.append(Box(part.name, local, part.in_tensor(both), part))
+            found.append(Box(part.name, piece.place(both), part.in_tensor(both), part))
     return found
 
 

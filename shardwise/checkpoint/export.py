@@ -121,10 +121,9 @@ def write_files(
     dist.barrier()
     places = _places(files, tensors)
     for name, shard in named:
-        if shard.layout.owned:
-            for box in boxes(naming.parts[name], shard.layout.pieces):
-                values = box.turned(shard.data[box.local])
-                _write_box(folder, places[box.name], tensors[box.name], box.stored, values)
+        for box in boxes(naming.parts[name], [piece for piece in shard.layout.pieces if piece.owned]):
+            values = box.turned(shard.data[box.local])
+            _write_box(folder, places[box.name], tensors[box.name], box.stored, values)
     dist.barrier()
 
 

@@ -48,17 +48,16 @@ class SlicedTensor(torch.Tensor):
         return torch.Size(self.place.shape) if dim is None else self.place.shape[dim]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if not self.place.owned:
-            return []
         properties = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
         size = torch.Size(self.place.shape)
         return [
             WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
+                MetadataIndex(fqn, _chunk(piece).offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, size),
+                tensor_data=TensorWriteData(_chunk(piece), properties, size),
             )
-            for chunk in self.__create_chunk_list__()
+            for piece in self.place.pieces
+            if piece.owned
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 Range = tuple[int, int]
@@ -27,10 +27,23 @@ def chunk_range(size: int, parts: int, index: int) -> Range:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter: its half-open range of each dim in the ``whole`` parameter and in the ``local`` tensor."""
+    """A box of a parameter: its half-open range of each dim in the ``whole`` parameter and in the ``local`` tensor.
+
+    ``owned``: this rank counts it in norms and saves it. Of the ranks that hold an element exactly one owns it.
+    """
 
     whole: Ranges
     local: Ranges
+    owned: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        return _size(self.local)
+
+    def place(self, box: Ranges) -> tuple[slice, ...]:
+        """``box``, a part of ``whole``, as an index of the local tensor."""
+        shifts = [local - whole for (whole, _), (local, _) in zip(self.whole, self.local, strict=True)]
+        return tuple(slice(low + shift, high + shift) for (low, high), shift in zip(box, shifts, strict=True))
 
     @property
     def whole_slices(self) -> tuple[slice, ...]:
@@ -57,8 +70,13 @@ class ParamLayout:
         tp_ranges: this rank's ranges of ``tp_dim``, ascending and disjoint, in the order of the local tensor;
             empty where ``tp_dim`` is None.
         shard_range: this rank's range of dim 0 of the tensor-local part, None without dp_shard.
-        owned: exactly one rank owns each element; only owned elements are counted in norms and saved.
-        tp_partial: replicated over the tensor axis, but each rank's gradient is only its share.
+        tp_shared: ranges of ``tp_dim`` that several tensor ranks hold (the rows of a key head, where there are more
+            ranks than such heads); the same on every tensor rank.
+        tp_foreign: the ranges of ``tp_dim`` that another tensor rank owns, of those held here.
+        owned: this rank owns what it holds, but for ``tp_foreign``. Exactly one rank owns each element; only owned
+            elements are counted in norms and saved.
+        tp_partial: each rank's gradient is only its share of what several tensor ranks hold: of ``tp_shared``, or
+            of all of it where ``tp_dim`` is None.
         tied_to: set on the second copy of a tied weight; the name of its owner.
         has_copy: set on a tied weight whose second copy is on another stage.
     """
@@ -67,6 +85,8 @@ class ParamLayout:
     shape: tuple[int, ...]
     tp_dim: int | None = None
     tp_ranges: Ranges = ()
+    tp_shared: Ranges = ()
+    tp_foreign: Ranges = ()
     shard_range: Range | None = None
     owned: bool = True
     tp_partial: bool = False
@@ -87,9 +107,9 @@ class ParamLayout:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank holds, as few boxes as can be; their ``local`` ranges tile the local tensor in order."""
-        runs = [_runs(self._held(dim), self._window(dim)) for dim in range(len(self.shape))]
+        runs = [_runs(self._held(dim), self._foreign(dim), self._window(dim)) for dim in range(len(self.shape))]
         return tuple(
-            Piece(tuple(whole for whole, _ in dims), tuple(local for _, local in dims))
+            Piece(tuple(r.whole for r in dims), tuple(r.local for r in dims), self.owned and all(r.owned for r in dims))
             for dims in itertools.product(*runs)
         )
 
@@ -101,6 +121,10 @@ class ParamLayout:
         """The ranges of a dim that the tensor axis leaves to this rank."""
         return self.tp_ranges if dim == self.tp_dim else ((0, self.shape[dim]),)
 
+    def _foreign(self, dim: int) -> Ranges:
+        """The ranges of a dim that another tensor rank owns."""
+        return self.tp_foreign if dim == self.tp_dim else ()
+
     def _window(self, dim: int) -> Range:
         """What the data axis leaves of these ranges, laid end to end."""
         if dim == 0 and self.shard_range is not None:
@@ -108,16 +132,76 @@ class ParamLayout:
         return 0, sum(stop - start for start, stop in self._held(dim))
 
 
-def _runs(ranges: Ranges, window: Range) -> list[tuple[Range, Range]]:
-    """``ranges`` laid end to end and cut to ``window``: what is left of each, and its place in the window."""
+def over_tensor_ranks(layout: ParamLayout, dim: int, ranges: Sequence[Ranges], rank: int) -> ParamLayout:
+    """``layout``, so far whole on the tensor axis, as tensor rank ``rank`` holds it.
+
+    What several ranks hold is owned by the first of them, and each has its share of the gradient.
+
+    Args:
+        ranges: of ``dim``, for each tensor rank; together they hold all of it.
+    """
+    held: Ranges = ()  # by the ranks so far
+    again: list[Ranges] = []  # of each rank, what an earlier one holds too
+    for own in ranges:
+        again.append(_union(_common(own, held)))
+        held = _union((*held, *own))
+    assert held == ((0, layout.shape[dim]),), (layout.name, layout.shape, ranges)
+    shared = _union(itertools.chain(*again))
+    return replace(
+        layout, tp_dim=dim, tp_ranges=ranges[rank], tp_shared=shared, tp_foreign=again[rank], tp_partial=bool(shared)
+    )
+
+
+def overlaps(a: ParamLayout, b: ParamLayout) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """The boxes that two layouts of one parameter both hold, as indices of the local tensor of each."""
+    found = []
+    for one, other in itertools.product(a.pieces, b.pieces):
+        both = intersection(one.whole, other.whole)
+        if both is not None:
+            found.append((one.place(both), other.place(both)))
+    return found
+
+
+def intersection(a: Ranges, b: Ranges) -> Ranges | None:
+    """The box that two boxes have in common, None where there is none."""
+    both = tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(a, b, strict=True))
+    return both if all(low < high for low, high in both) else None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A range of one dim of the whole, and its place in the local tensor."""
+
+    whole: Range
+    local: Range
+    owned: bool
+
+
+def _runs(ranges: Ranges, foreign: Ranges, window: Range) -> list[_Run]:
+    """``ranges`` laid end to end, parted where the owner changes and cut to ``window``."""
+    held = _union(ranges)
+    parted = [(span, True) for span in _without(held, foreign)] + [(span, False) for span in _common(held, foreign)]
     runs = []
     place = -window[0]  # of the next range's start in the window
-    for start, stop in _union(ranges):
+    for (start, stop), owned in sorted(parted):
         low, high = max(start, start - place), min(stop, start - place + window[1] - window[0])
         if low < high:
-            runs.append(((low, high), (low - start + place, high - start + place)))
+            runs.append(_Run((low, high), (low - start + place, high - start + place), owned))
         place += stop - start
     return runs
+
+
+def _common(a: Ranges, b: Ranges) -> Ranges:
+    """What two sets of ranges have in common."""
+    both = ((max(low, start), min(high, stop)) for low, high in a for start, stop in b)
+    return tuple((low, high) for low, high in both if low < high)
+
+
+def _without(ranges: Ranges, removed: Ranges) -> Ranges:
+    """What is left of ``ranges`` without ``removed``, both ascending and disjoint."""
+    bounds = [0, *(bound for span in removed for bound in span), max((stop for _, stop in ranges), default=0)]
+    gaps = zip(bounds[::2], bounds[1::2], strict=True)
+    return _common(ranges, tuple((low, high) for low, high in gaps if low < high))
 
 
 def _union(ranges: Iterable[Range]) -> Ranges:
@@ -135,13 +219,9 @@ def covers(layouts: Sequence[ParamLayout]) -> bool:
     """Whether the owned pieces of one parameter, over all ranks, hold every element exactly once."""
     if not layouts:
         return False
-    boxes = [piece.whole for layout in layouts if layout.owned for piece in layout.pieces]
-    disjoint = not any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2))
+    boxes = [piece.whole for layout in layouts for piece in layout.pieces if piece.owned]
+    disjoint = all(intersection(a, b) is None for a, b in itertools.combinations(boxes, 2))
     return disjoint and sum(map(_size, boxes)) == math.prod(layouts[0].shape)
-
-
-def _overlap(a: Ranges, b: Ranges) -> bool:
-    return all(low < stop and start < high for (low, high), (start, stop) in zip(a, b, strict=True))
 
 
 def _size(box: Iterable[Range]) -> int:

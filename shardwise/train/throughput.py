@@ -23,8 +23,8 @@ def count_adapter_parameters(shards: Iterable[Shard], device: torch.device) -> i
 
     Copies that train beside the adapters (``modules_to_save``) count as frozen. To be called by all ranks.
     """
-    adapters = [shard for shard in shards if is_adapter(shard.layout.name) and shard.layout.owned]
-    (total,) = sum_over_ranks([float(sum(shard.data.numel() for shard in adapters))], device)
+    pieces = [piece for shard in shards if is_adapter(shard.layout.name) for piece in shard.layout.pieces]
+    (total,) = sum_over_ranks([float(sum(piece.num_elements for piece in pieces if piece.owned))], device)
     return int(total) or None
 
 

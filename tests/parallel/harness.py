@@ -266,8 +266,7 @@ def _whole(slices: list[tuple[ParamLayout, torch.Tensor]]) -> dict[str, torch.Te
         assert covers([layout for layout, _ in held]), f"{name} is not owned exactly once"
         whole[name] = torch.empty(held[0][0].shape, dtype=held[0][1].dtype)
         for layout, values in held:
-            if layout.owned:
-                put(whole[name], layout, values)
+            put(whole[name], layout, values, owned=True)
         for layout, values in held:  # replicas and tied copies hold the same bits as the owner
             assert torch.equal(take(whole[name], layout), values), f"a copy of {name} has drifted"
     return whole

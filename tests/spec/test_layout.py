@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from shardwise.spec.layout import ParamLayout, Piece, chunk_range, covers
+from shardwise.spec.layout import ParamLayout, Piece, chunk_range, covers, over_tensor_ranks
 from tests.layouts import grids, held
 
 
@@ -43,8 +43,9 @@ def test_pieces_tile_the_local_tensor_with_the_elements_of_the_ranges(layouts: l
 def test_pieces_are_as_few_as_can_be_and_in_order(layouts: list[ParamLayout]) -> None:
     for layout in layouts:
         dim = layout.tp_dim or 0
-        spans = [piece.whole[dim] for piece in layout.pieces]
-        assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
+        for before, after in itertools.pairwise(layout.pieces):
+            touch = before.whole[dim][1] == after.whole[dim][0]
+            assert before.owned is not after.owned if touch else before.whole[dim][1] < after.whole[dim][0]
 
 
 @hypothesis_settings(deadline=None)
@@ -56,9 +57,9 @@ def test_a_grid_of_ranks_covers_the_parameter_and_less_or_more_does_not(
     counts = torch.zeros(layouts[0].shape, dtype=torch.int64)
     for layout in layouts:
         for piece in layout.pieces:
-            counts[piece.whole_slices] += layout.owned
+            counts[piece.whole_slices] += piece.owned
     assert torch.equal(counts, torch.ones_like(counts))
-    owners = [layout for layout in layouts if layout.owned and layout.pieces]
+    owners = [layout for layout in layouts if any(piece.owned for piece in layout.pieces)]
     removed = data.draw(st.sampled_from(owners))
     assert not covers([layout for layout in layouts if layout is not removed])
     assert not covers([*layouts, removed])
@@ -86,6 +87,28 @@ def test_the_data_axis_cuts_across_the_ranges_of_a_fused_weight() -> None:
         Piece(((3, 6), (2, 4), (0, 3)), ((0, 3), (0, 2), (0, 3))),
         Piece(((3, 6), (6, 8), (0, 3)), ((0, 3), (2, 4), (0, 3))),
     )
+
+
+def test_rows_that_several_tensor_ranks_hold_are_owned_by_the_first() -> None:
+    """Four ranks, two key heads of two rows behind eight query rows: ranks 0 and 1 share a head, 2 and 3 the other."""
+    ranges = [((2 * rank, 2 * rank + 2), (8 + rank // 2 * 2, 10 + rank // 2 * 2)) for rank in range(4)]
+    layouts = [over_tensor_ranks(ParamLayout("qk", (12, 3)), 0, ranges, rank) for rank in range(4)]
+    assert covers(layouts)
+    assert [layout.tp_shared for layout in layouts] == [((8, 12),)] * 4
+    assert all(layout.tp_partial for layout in layouts)
+    owned = [[piece.whole[0] for piece in layout.pieces if piece.owned] for layout in layouts]
+    assert owned == [[(0, 2), (8, 10)], [(2, 4)], [(4, 6), (10, 12)], [(6, 8)]]
+    assert [piece.whole[0] for piece in layouts[3].pieces] == [(6, 8), (10, 12)]
+
+
+def test_without_common_rows_nothing_is_partial() -> None:
+    layout = over_tensor_ranks(ParamLayout("w", (4,)), 0, [((0, 1),), ((1, 4),)], 1)
+    assert layout == ParamLayout("w", (4,), tp_dim=0, tp_ranges=((1, 4),))
+
+
+def test_rows_that_no_rank_holds_are_noticed() -> None:
+    with pytest.raises(AssertionError):
+        over_tensor_ranks(ParamLayout("w", (4,)), 0, [((0, 1),), ((2, 4),)], 0)
 
 
 @pytest.mark.parametrize("ranges", [((0, 3), (2, 5)), ((3, 5), (0, 2)), ((0, 7),), ((3, 2),), ()])
