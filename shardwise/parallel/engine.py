@@ -8,7 +8,7 @@ what is used here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +60,12 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 class PipelineEngine:
-    """Runs a step of one stage; caches torch's stage and schedule objects by the step's shapes."""
+    """Runs a step of this rank's stages; caches torch's stage and schedule objects by the step's shapes."""
 
-    def __init__(self, stage: Stage, schedule: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.stage, self.schedule, self.group, self.device = stage, schedule, group, device
-        self.index, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, stages: Sequence[Stage], schedule: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.stages, self.schedule, self.group, self.device = tuple(stages), schedule, group, device
+        self.num_ranks = dist.get_world_size(group)
+        self.num_stages = self.num_ranks * len(self.stages)
         self._runtimes: OrderedDict[tuple[bool, StageShapes], _Runtime] = OrderedDict()
 
     def run(
@@ -79,14 +80,14 @@ class PipelineEngine:
         """One step over all micro-batches; all tensors are [micro-batches, rows, length].
 
         Returns:
-            The loss of each micro-batch on the last stage, an empty list elsewhere.
+            The loss of each micro-batch on the rank of the last stage, an empty list elsewhere.
         """
         runtime = self._runtime(shapes, backward)
         runtime._loss_fn = loss_function
         losses: list[torch.Tensor] = []
-        is_last = self.index == self.num_stages - 1
+        is_first, is_last = self.stages[0].is_first, self.stages[-1].is_last
         runtime.run(
-            [(ids,) if self.stage.is_first else () for ids in input_ids],
+            [(ids,) if is_first else () for ids in input_ids],  # other stages of the rank do not look at them
             [{"position_ids": positions} for positions in position_ids],
             list(targets) if is_last else None,
             losses if is_last else None,
@@ -103,34 +104,40 @@ class PipelineEngine:
         return self._runtimes[key]
 
     def _build(self, shapes: StageShapes, backward: bool) -> _Runtime:
-        stage = PipelineStage(
-            self.stage,
-            self.index,
-            self.num_stages,
-            self.device,
-            input_args=self._border(shapes, backward, incoming=True),
-            output_args=self._border(shapes, backward, incoming=False),
-            group=self.group,
-        )
-        runtime = _Runtime([stage], shapes.num_micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
+        stages = [
+            PipelineStage(
+                stage,
+                stage.index,
+                self.num_stages,
+                self.device,
+                input_args=_border(stage, shapes, backward, incoming=True),
+                output_args=_border(stage, shapes, backward, incoming=False),
+                group=self.group,
+            )
+            for stage in self.stages
+        ]
+        number, virtual = shapes.num_micro_batches, len(self.stages)
+        runtime = _Runtime(stages, number, loss_fn=lambda output, target: output, scale_grads=False)
         runtime._has_backward = backward
         if backward:
-            lists = action_lists(self.schedule, self.num_stages, shapes.num_micro_batches)
+            lists = action_lists(self.schedule, self.num_ranks, number, virtual)
             runtime._prepare_schedule_with_comms(_torch_actions(lists))
         else:  # torch's own check wants a backward for each forward, so evaluation is lowered here
-            lists = forward_only(self.num_stages, shapes.num_micro_batches)
+            lists = forward_only(self.num_ranks, number, virtual)
             lowered = {rank: _add_unshard_reshard(actions) for rank, actions in _torch_actions(lists).items()}
-            runtime.pipeline_order_with_comms = _add_send_recv(lowered, lambda stage: stage, self.num_stages)
+            num_ranks = self.num_ranks
+            runtime.pipeline_order_with_comms = _add_send_recv(lowered, lambda s: s % num_ranks, self.num_stages)
         return runtime
 
-    def _border(self, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:
-        """Static metadata of a stage's input or output: without it torch runs the stage on garbage to find out."""
-        rows = (shapes.rows, shapes.length)
-        if incoming and self.stage.is_first:
-            return torch.empty(rows, dtype=torch.int64, device="meta")
-        is_logits = not incoming and self.index == self.num_stages - 1
-        width = shapes.local_vocab_size if is_logits else shapes.hidden_size
-        return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=backward)
+
+def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:
+    """Static metadata of a stage's input or output: without it torch runs the stage on garbage to find out."""
+    rows = (shapes.rows, shapes.length)
+    if incoming and stage.is_first:
+        return torch.empty(rows, dtype=torch.int64, device="meta")
+    is_logits = not incoming and stage.is_last
+    width = shapes.local_vocab_size if is_logits else shapes.hidden_size
+    return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=backward)
 
 
 def _torch_actions(lists: ActionLists) -> dict[int, list[_Action | None]]:

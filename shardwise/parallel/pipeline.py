@@ -1,12 +1,14 @@
-"""Pipeline parallelism: one stage of an unmodified model, and the groups that its ends share.
+"""Pipeline parallelism: the stages of an unmodified model, and the groups that its ends share.
 
 The model's own ``forward`` stays. Blocks, embedding, norm and head that a stage does not own become
 stand-ins; the received hidden state enters where the block before the stage's first would have returned it,
-and a stage that does not own the head returns what its last block does.
+and a stage that does not own the head returns what its last block does. A rank may hold several stages; each is
+cut from a copy of the model, so names stay those of the model, and FSDP, recomputation and dropout see one stage.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.models.chain import find_chain
+from shardwise.models.chain import Chain, find_chain
 from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
 from shardwise.parallel.balance import Balance
@@ -87,7 +89,7 @@ class Exit(PassThrough):
 
 
 class Stage(nn.Module):
-    """The part of a model that one pipeline rank runs.
+    """A part of a model that one pipeline rank runs as a whole; ``index`` is its place among all stages.
 
     ``forward(x, position_ids)``: x is [rows, length] ids on the first stage, else the hidden state
     [rows, length, hidden]; the result is the logits [rows, length, local vocabulary] on the last stage,
@@ -100,9 +102,10 @@ class Stage(nn.Module):
         blocks: Sequence[nn.Module],
         entry: Entry | None = None,
         exit_: Exit | None = None,
+        index: int = 0,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.index = model, index
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
         self.ends = (entry, exit_)  # a tuple for the same reason
         self.dropout: DropoutStreams | None = None
@@ -111,6 +114,10 @@ class Stage(nn.Module):
     @property
     def is_first(self) -> bool:
         return self.ends[0] is None
+
+    @property
+    def is_last(self) -> bool:
+        return self.ends[1] is None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if self.dropout is not None and self.training:
@@ -131,40 +138,57 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class StageCut:
-    """Which blocks a stage owns."""
+    """What a stage owns: blocks, and the ends of the model on the first and on the last of all stages."""
 
+    index: int
     first_block: int
     last_block: int  # exclusive
+    is_first: bool
+    is_last: bool
 
 
 def stage_cuts(strategy: Strategy) -> list[StageCut]:
-    """The block range of every stage, in order."""
+    """What each stage owns, in order."""
     ends = list(accumulate(strategy.stages))
-    return [StageCut(end - size, end) for end, size in zip(ends, strategy.stages, strict=True)]
+    last = len(ends) - 1
+    return [
+        StageCut(index, end - size, end, index == 0, index == last)
+        for index, (end, size) in enumerate(zip(ends, strategy.stages, strict=True))
+    ]
 
 
-def cut_stage(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> tuple[Stage, dict[str, ParamLayout]]:
-    """Take away (on meta) what this rank's stage does not own; nothing at one stage.
+def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list[tuple[Stage, dict[str, ParamLayout]]]:
+    """This rank's stages, in the order of the model, and the layout of each of their parameters.
+
+    Args:
+        model: on meta. The first stage is cut from it, each other one from a copy, which costs no memory.
 
     Returns:
-        The stage and the layout of each of its parameters, whole, with its owner among the stages and
-        replicas. A tied embedding has a second copy on the last stage, whose owner is the first.
+        For each stage the layouts of its parameters, whole, with their owner among the stages and replicas.
+        A tied embedding has a second copy on the last stage, whose owner is the first.
     """
-    cut = stage_cuts(mesh.strategy)[mesh.coordinate("pp")]
+    cuts = stage_cuts(mesh.strategy)
+    own = [cuts[stage] for stage in mesh.strategy.stages_of(mesh.coordinate("pp"))]
+    chain = find_chain(model, structure) if len(cuts) > 1 else None
+    models = [model, *(copy.deepcopy(model) for _ in own[1:])]
+    owned = mesh.coordinate("dp_replicate") == 0
+    return [
+        (cut_stage(part, structure, chain, cut), _whole_layouts(part, structure, cut, owned))
+        for part, cut in zip(models, own, strict=True)
+    ]
+
+
+def cut_stage(model: PreTrainedModel, structure: Structure, chain: Chain | None, cut: StageCut) -> Stage:
+    """Take away (on meta) what a stage does not own; without ``chain`` the one stage owns everything."""
     blocks = model.get_submodule(structure.blocks)
-    entry: Entry | None = None
-    exit_: Exit | None = None
-    if mesh.size("pp") > 1:
-        entry, exit_ = _cut_modules(model, structure, mesh, cut)
-    stage = Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)], entry, exit_)
-    return stage, _whole_layouts(model, structure, mesh)
+    entry, exit_ = _cut_modules(model, structure, chain, cut) if chain is not None else (None, None)
+    return Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)], entry, exit_, cut.index)
 
 
 def _cut_modules(
-    model: PreTrainedModel, structure: Structure, mesh: Mesh, cut: StageCut
+    model: PreTrainedModel, structure: Structure, chain: Chain, cut: StageCut
 ) -> tuple[Entry | None, Exit | None]:
     """Put stand-ins in the place of every module with weights that another stage owns."""
-    chain = find_chain(model, structure)
     blocks = model.get_submodule(structure.blocks)
     entry, exit_ = None, None
     for index in range(structure.num_blocks):
@@ -174,10 +198,10 @@ def _cut_modules(
             blocks[index] = exit_ = Exit(blocks[index], chain.num_outputs)
         elif not cut.first_block <= index < cut.last_block:
             blocks[index] = PassThrough(blocks[index], chain.num_outputs)
-    if not mesh.is_first_stage:
+    if not cut.is_first:
         for name in (structure.embedding, *chain.before):
             _replace(model, name, Absent())
-    if not mesh.is_last_stage:
+    if not cut.is_last:
         for name in (structure.head, *chain.after):
             _replace(model, name, PassThrough(model.get_submodule(name)))
     return entry, exit_
@@ -188,18 +212,17 @@ def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, stand_in)
 
 
-def _whole_layouts(model: nn.Module, structure: Structure, mesh: Mesh) -> dict[str, ParamLayout]:
-    owned = mesh.coordinate("dp_replicate") == 0
+def _whole_layouts(model: nn.Module, structure: Structure, cut: StageCut, owned: bool) -> dict[str, ParamLayout]:
     layouts = {
         name: ParamLayout(plain_name(name), tuple(parameter.shape), owned=owned)
         for name, parameter in model.named_parameters()
     }
-    if structure.tied and mesh.size("pp") > 1:
+    if structure.tied and cut.is_first != cut.is_last:  # the two ends are on two stages
         embedding, head = f"{structure.embedding}.weight", f"{structure.head}.weight"
         names = {layout.name: name for name, layout in layouts.items()}
-        if mesh.is_first_stage:
+        if cut.is_first:
             layouts[names[embedding]] = replace(layouts[names[embedding]], has_copy=True)
-        if mesh.is_last_stage:
+        if cut.is_last:
             layouts[names[head]] = replace(layouts[names[head]], tied_to=embedding, owned=False)
     return layouts
 
@@ -212,7 +235,7 @@ def tied_group(structure: Structure, mesh: Mesh) -> dist.ProcessGroup | None:
     if not structure.tied or mesh.size("pp") == 1:
         return None
     own = None
-    ranks = mesh.device_mesh.mesh.flatten(1)  # [stages, ranks of a stage]
+    ranks = mesh.device_mesh.mesh.flatten(1)  # [pp, other axes]
     for first, last in zip(ranks[0].tolist(), ranks[-1].tolist(), strict=True):
         group = dist.new_group([first, last])
         if dist.get_rank() in (first, last):

@@ -43,12 +43,18 @@ ADAPTERS: dict[str, LoraConfig] = {
     ),
     "kept-tied": LoraConfig(r=4, target_modules=("q_proj", "up_proj"), modules_to_save=("lm_head",)),
 }
+_INTERLEAVED: dict[str, Any] = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}
 # (model, adapters, layout)
 _EXTRA = [
     ("llama", "all", {"tp": 4}),  # more tensor ranks than key/value heads
     ("llama", "all", {"tp": 2, "dp_replicate": 2}),
     ("llama", "all", {"pp": 2, "dp_replicate": 2}),
     ("llama", "all", {"pp": 4, "schedule": "gpipe"}),
+    ("llama", "all", _INTERLEAVED),
+    ("llama-tied", "q", _INTERLEAVED | {"tp": 2}),
+    ("llama", "first-blocks", _INTERLEAVED | {"dp_shard": 2}),  # the last stage of each rank trains nothing
+    ("llama", "last-block", _INTERLEAVED),
+    ("llama-tied", "kept-tied", _INTERLEAVED | {"dp_replicate": 2}),
     ("llama", "all", {"dp_shard": 2, "reshard": False}),
     ("llama", "all", {"dp_shard": 8}),  # more shards than rows of A
     ("llama-tied", "q", {"pp": 2}),
