@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
+    _add_reduce_grad,
     _add_send_recv,
     _add_unshard_reshard,
     _ComputationType,
@@ -24,11 +25,13 @@ from torch.distributed.pipelining.schedules import (
 
 from shardwise.parallel.pipeline import Stage
 from shardwise.spec.schedule import ActionLists, action_lists, forward_only
+from shardwise.spec.strategy import Strategy
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # A schedule object keeps its receive buffers; lengths come back, but not all of them need to stay.
 MAX_CACHED_SHAPES = 4
+GATHERED_STAGES = 3  # of a rank, at the same time, where FSDP gives weights back: one each way, and the next
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,10 @@ class _Runtime(_PipelineScheduleRuntime):
 class PipelineEngine:
     """Runs a step of this rank's stages; caches torch's stage and schedule objects by the step's shapes."""
 
-    def __init__(self, stages: Sequence[Stage], schedule: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.stages, self.schedule, self.group, self.device = tuple(stages), schedule, group, device
+    def __init__(
+        self, stages: Sequence[Stage], strategy: Strategy, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.stages, self.strategy, self.group, self.device = tuple(stages), strategy, group, device
         self.num_ranks = dist.get_world_size(group)
         self.num_stages = self.num_ranks * len(self.stages)
         self._runtimes: OrderedDict[tuple[bool, StageShapes], _Runtime] = OrderedDict()
@@ -116,18 +121,28 @@ class PipelineEngine:
             )
             for stage in self.stages
         ]
-        number, virtual = shapes.num_micro_batches, len(self.stages)
+        number = shapes.num_micro_batches
         runtime = _Runtime(stages, number, loss_fn=lambda output, target: output, scale_grads=False)
         runtime._has_backward = backward
-        if backward:
-            lists = action_lists(self.schedule, self.num_ranks, number, virtual)
-            runtime._prepare_schedule_with_comms(_torch_actions(lists))
-        else:  # torch's own check wants a backward for each forward, so evaluation is lowered here
-            lists = forward_only(self.num_ranks, number, virtual)
-            lowered = {rank: _add_unshard_reshard(actions) for rank, actions in _torch_actions(lists).items()}
-            num_ranks = self.num_ranks
-            runtime.pipeline_order_with_comms = _add_send_recv(lowered, lambda s: s % num_ranks, self.num_stages)
+        runtime.pipeline_order_with_comms = self._lowered(number, backward)
         return runtime
+
+    def _lowered(self, num_micro_batches: int, backward: bool) -> dict[int, list[_Action]]:
+        """The actions of every rank with what torch adds to them: FSDP's gathers and reductions, sends, receives.
+
+        Torch's own way in (``_prepare_schedule_with_comms``) wants a backward for each forward, which evaluation
+        does not have, and gives back the weights of all but three stages, which ZeRO-2 keeps.
+        """
+        num_ranks, virtual = self.num_ranks, len(self.stages)
+        if backward:
+            lists = action_lists(self.strategy.schedule, num_ranks, num_micro_batches, virtual)
+        else:
+            lists = forward_only(num_ranks, num_micro_batches, virtual)
+        active = GATHERED_STAGES if self.strategy.reshard else max(GATHERED_STAGES, virtual)
+        lowered = {rank: _add_unshard_reshard(actions, active) for rank, actions in _torch_actions(lists).items()}
+        if backward:
+            lowered = {rank: _add_reduce_grad(actions, num_micro_batches) for rank, actions in lowered.items()}
+        return _add_send_recv(lowered, lambda stage: stage % num_ranks, self.num_stages)
 
 
 def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:

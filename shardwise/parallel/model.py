@@ -50,9 +50,7 @@ class ParallelModel:
             else None
         )
         self._engine = (
-            PipelineEngine(self.stages, mesh.strategy.schedule, mesh.group("pp"), mesh.device)
-            if mesh.size("pp") > 1
-            else None
+            PipelineEngine(self.stages, mesh.strategy, mesh.group("pp"), mesh.device) if mesh.size("pp") > 1 else None
         )
 
     def begin_step(self, step: int) -> None:

@@ -52,6 +52,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+ADAMW_ROWS = ("10-blocks", "tied", "dp_shard2", "dp_replicate2-tied")
+CASES = [(row, kind) for kind in KINDS for row in TABLE if kind != "adamw" or row in ADAMW_ROWS]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
     root = tmp_path_factory.mktemp("interleaved")
@@ -82,15 +86,15 @@ def outcomes(folders: dict[tuple[str, int], Path]) -> Any:
 
     @cache
     def run(world_size: int, kind: str) -> dict[str, Outcome]:
-        names = [row for row in TABLE if _case(folders, row, kind).strategy.world_size == world_size]
+        kept = [row for row, other in CASES if other == kind]
+        names = [row for row in kept if _case(folders, row, kind).strategy.world_size == world_size]
         by_rank = run_distributed(run_cases, world_size, [_case(folders, row, kind) for row in names], timeout=280)
         return {row: assemble([rank[i] for rank in by_rank]) for i, row in enumerate(names)}
 
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize(("row", "kind"), CASES)
 def test_19_interleaved_equals_one_process(
     row: str, kind: str, folders: dict[tuple[str, int], Path], outcomes: Any, note_error: Any
 ) -> None:
