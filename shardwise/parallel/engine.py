@@ -152,7 +152,8 @@ def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool
         return torch.empty(rows, dtype=torch.int64, device="meta")
     is_logits = not incoming and stage.is_last
     width = shapes.local_vocab_size if is_logits else shapes.hidden_size
-    return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=backward)
+    needs_grad = backward and stage.grads_at_ends[0 if incoming else 1]
+    return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=needs_grad)
 
 
 def _torch_actions(lists: ActionLists) -> dict[int, list[_Action | None]]:

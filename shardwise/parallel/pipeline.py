@@ -108,6 +108,8 @@ class Stage(nn.Module):
         self.model, self.index = model, index
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
         self.ends = (entry, exit_)  # a tuple for the same reason
+        # Whether a gradient comes back out of this stage, and into it: not where nothing trains there or before.
+        self.grads_at_ends = (True, True)
         self.dropout: DropoutStreams | None = None
         self.balance: Balance | None = None
 
@@ -172,10 +174,28 @@ def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list
     chain = find_chain(model, structure) if len(cuts) > 1 else None
     models = [model, *(copy.deepcopy(model) for _ in own[1:])]
     owned = mesh.coordinate("dp_replicate") == 0
-    return [
-        (cut_stage(part, structure, chain, cut), _whole_layouts(part, structure, cut, owned))
-        for part, cut in zip(models, own, strict=True)
-    ]
+    trained = _first_trained(model, structure, chain, cuts) if chain is not None else 0
+    stages = []
+    for part, cut in zip(models, own, strict=True):
+        stage = cut_stage(part, structure, chain, cut)
+        stage.grads_at_ends = (cut.index > trained, cut.index >= trained)
+        stages.append((stage, _whole_layouts(part, structure, cut, owned)))
+    return stages
+
+
+def _first_trained(model: nn.Module, structure: Structure, chain: Chain, cuts: Sequence[StageCut]) -> int:
+    """The first stage that holds something that trains; no gradient is needed before it."""
+    before = tuple(f"{name}." for name in (structure.embedding, *chain.before))
+    found = [len(cuts) - 1]
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name.startswith(before):
+            found.append(0)
+        elif name.startswith(f"{structure.blocks}."):
+            block = int(name.removeprefix(f"{structure.blocks}.").partition(".")[0])
+            found.append(next(cut.index for cut in cuts if cut.first_block <= block < cut.last_block))
+    return min(found)
 
 
 def cut_stage(model: PreTrainedModel, structure: Structure, chain: Chain | None, cut: StageCut) -> Stage:

@@ -14,8 +14,8 @@ from shardwise.spec import tolerance
 from shardwise.spec.run import LoraConfig
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
-from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, strategy
-from tests.parallel.lora_harness import LoraCase, make_adapter, reference, run_cases
+from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, loader_of, strategy
+from tests.parallel.lora_harness import LoraCase, build, make_adapter, reference, run_cases
 
 pytestmark = pytest.mark.slow
 
@@ -210,3 +210,32 @@ def test_a_bf16_gradient_is_no_further_from_fp32_than_one_process(
 
 def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float(torch.sqrt(sum(((a[name].double() - b[name].double()) ** 2).sum() for name in b)))
+
+
+def _border_gradients(rank: int, case: LoraCase) -> dict[int, list[bool]]:
+    """Stage -> whether a gradient comes back to its output and leaves its input, after a step."""
+    model, mesh, _ = build(case)
+    batch = next(loader_of(case, mesh).batches())
+    model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens)
+    assert model._engine is not None
+    (runtime,) = model._engine._runtimes.values()
+    found = {}
+    for stage in runtime._stages:
+        received = [info.buffer is not None for info in stage.grad_recv_info[0]]
+        found[stage.stage_index] = [*received, stage._get_grad_send_meta(0) is not None]
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 4}, _INTERLEAVED])
+def test_no_gradient_is_sent_to_where_nothing_trains(folders: dict[str, Path], degrees: dict[str, Any]) -> None:
+    lora = LoraConfig(r=4, target_modules=r".*layers\.[23]\..*q_proj")
+    adapter = make_adapter(folders["llama"], folders["llama"].parent / f"late-{len(degrees)}", lora)
+    case = LoraCase(folders["llama"], strategy(**degrees), tuple(make_rows()), 4, lora=lora, adapter=adapter)
+    held = run_distributed(_border_gradients, case.strategy.world_size, case)
+    # Block 2 is the first that trains; the first stage receives ids, and the last one has no stage behind it.
+    assert {stage: found for rank in held for stage, found in rank.items()} == {
+        0: [False, False],
+        1: [False, False],
+        2: [True, False],
+        3: [True],
+    }
