@@ -102,13 +102,13 @@ class Stage(nn.Module):
         blocks: Sequence[nn.Module],
         entry: Entry | None = None,
         exit_: Exit | None = None,
-        index: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.index = model, index
+        self.model = model
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
         self.ends = (entry, exit_)  # a tuple for the same reason
-        # Whether a gradient comes back out of this stage, and into it: not where nothing trains there or before.
+        self.index, self.is_last = 0, True
+        # Whether a gradient leaves at the input, and arrives at the output: not where nothing trains before.
         self.grads_at_ends = (True, True)
         self.dropout: DropoutStreams | None = None
         self.balance: Balance | None = None
@@ -116,10 +116,6 @@ class Stage(nn.Module):
     @property
     def is_first(self) -> bool:
         return self.ends[0] is None
-
-    @property
-    def is_last(self) -> bool:
-        return self.ends[1] is None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if self.dropout is not None and self.training:
@@ -140,22 +136,18 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class StageCut:
-    """What a stage owns: blocks, and the ends of the model on the first and on the last of all stages."""
+    """Which blocks a stage owns, and its place among the stages."""
 
-    index: int
     first_block: int
     last_block: int  # exclusive
-    is_first: bool
-    is_last: bool
+    index: int = 0
 
 
 def stage_cuts(strategy: Strategy) -> list[StageCut]:
-    """What each stage owns, in order."""
+    """The block range of every stage, in order."""
     ends = list(accumulate(strategy.stages))
-    last = len(ends) - 1
     return [
-        StageCut(index, end - size, end, index == 0, index == last)
-        for index, (end, size) in enumerate(zip(ends, strategy.stages, strict=True))
+        StageCut(end - size, end, index) for index, (end, size) in enumerate(zip(ends, strategy.stages, strict=True))
     ]
 
 
@@ -177,7 +169,11 @@ def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list
     trained = _first_trained(model, structure, chain, cuts) if chain is not None else 0
     stages = []
     for part, cut in zip(models, own, strict=True):
-        stage = cut_stage(part, structure, chain, cut)
+        if chain is None:
+            stage = Stage(part, list(part.get_submodule(structure.blocks)))
+        else:
+            stage = cut_modules(part, structure, chain, cut)
+        stage.index, stage.is_last = cut.index, cut.index == len(cuts) - 1
         stage.grads_at_ends = (cut.index > trained, cut.index >= trained)
         stages.append((stage, _whole_layouts(part, structure, cut, owned)))
     return stages
@@ -198,18 +194,10 @@ def _first_trained(model: nn.Module, structure: Structure, chain: Chain, cuts: S
     return min(found)
 
 
-def cut_stage(model: PreTrainedModel, structure: Structure, chain: Chain | None, cut: StageCut) -> Stage:
-    """Take away (on meta) what a stage does not own; without ``chain`` the one stage owns everything."""
+def cut_modules(model: PreTrainedModel, structure: Structure, chain: Chain, cut: StageCut) -> Stage:
+    """The stage of the blocks of ``cut``: stand-ins (on meta) for every module with weights that others own."""
     blocks = model.get_submodule(structure.blocks)
-    entry, exit_ = _cut_modules(model, structure, chain, cut) if chain is not None else (None, None)
-    return Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)], entry, exit_, cut.index)
-
-
-def _cut_modules(
-    model: PreTrainedModel, structure: Structure, chain: Chain, cut: StageCut
-) -> tuple[Entry | None, Exit | None]:
-    """Put stand-ins in the place of every module with weights that another stage owns."""
-    blocks = model.get_submodule(structure.blocks)
+    owned = [blocks[i] for i in range(cut.first_block, cut.last_block)]
     entry, exit_ = None, None
     for index in range(structure.num_blocks):
         if index == cut.first_block - 1:
@@ -218,13 +206,13 @@ def _cut_modules(
             blocks[index] = exit_ = Exit(blocks[index], chain.num_outputs)
         elif not cut.first_block <= index < cut.last_block:
             blocks[index] = PassThrough(blocks[index], chain.num_outputs)
-    if not cut.is_first:
+    if cut.first_block > 0:
         for name in (structure.embedding, *chain.before):
             _replace(model, name, Absent())
-    if not cut.is_last:
+    if cut.last_block < structure.num_blocks:
         for name in (structure.head, *chain.after):
             _replace(model, name, PassThrough(model.get_submodule(name)))
-    return entry, exit_
+    return Stage(model, owned, entry, exit_)
 
 
 def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:
@@ -237,12 +225,13 @@ def _whole_layouts(model: nn.Module, structure: Structure, cut: StageCut, owned:
         name: ParamLayout(plain_name(name), tuple(parameter.shape), owned=owned)
         for name, parameter in model.named_parameters()
     }
-    if structure.tied and cut.is_first != cut.is_last:  # the two ends are on two stages
+    is_first, is_last = cut.first_block == 0, cut.last_block == structure.num_blocks
+    if structure.tied and is_first != is_last:  # the two ends are on two stages
         embedding, head = f"{structure.embedding}.weight", f"{structure.head}.weight"
         names = {layout.name: name for name, layout in layouts.items()}
-        if cut.is_first:
+        if is_first:
             layouts[names[embedding]] = replace(layouts[names[embedding]], has_copy=True)
-        if cut.is_last:
+        if is_last:
             layouts[names[head]] = replace(layouts[names[head]], tied_to=embedding, owned=False)
     return layouts
 
