@@ -318,6 +318,7 @@ def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy
                     "dp_shard": strategy.dp_shard,
                     "reshard": strategy.reshard,
                     "micro_batch_size": strategy.micro_batch_size,
+                    "virtual_stages": strategy.virtual_stages,
                     "stages": strategy.stages,
                 }
             ),

@@ -75,7 +75,6 @@ _PARALLEL_NO_EFFECT = {
     "gradient_fp32_sync": "gradients are summed in the precision of the masters",
     "force_fp32_communication": "gradients are summed in the precision of the masters",
     "loss_repeated_mean": "the loss is the mean over supervised tokens whatever the plan",
-    "pipeline_config": "strategy.schedule names the schedule",
     "pipeline_result_broadcast": "the loss reaches every rank anyway",
     "group_ckpt_save_file": "checkpoints load under any plan",
 }
@@ -99,6 +98,7 @@ _PARALLEL = _Values(
         "device_num": None,
         "global_rank": None,
         "pipeline_stages": 1,
+        "pipeline_config": None,
         "micro_batch_num": None,
         "gradient_aggregation_group": None,
         "enable_parallel_optimizer": None,
@@ -145,6 +145,7 @@ def set_auto_parallel_context(**arguments: Any) -> None:
         parallel_mode: of :class:`ParallelMode`. STAND_ALONE is one device, DATA_PARALLEL whole copies on each; the
             others take the degrees that are given, and what is left is filled in.
         pipeline_stages: degree of the pipeline; ``pipeline_stage`` is its other name.
+        pipeline_config: the schedule, as {"pipeline_interleave": bool, "pipeline_scheduler": "1f1b" or "gpipe"}.
         micro_batch_num: micro-batches of a step on each data rank.
         gradient_aggregation_group: number of the buckets in which gradients are exchanged.
         enable_parallel_optimizer: whether weights and optimizer state are split over the data ranks.
@@ -219,6 +220,8 @@ def _check(name: str, value: Any) -> None:
     if name in ("device_num", "pipeline_stages", "micro_batch_num", "gradient_aggregation_group"):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} = {value!r}", "must be a whole number above 0", "Correct it")
+    elif name == "pipeline_config":
+        _schedule(value)
     elif name == "parallel_mode" and value not in ParallelMode.MODE_LIST:
         modes = ", ".join(ParallelMode.MODE_LIST)
         raise ConfigError(f"parallel_mode = {value!r}", f"must be one of {modes}", "Use ParallelMode's names")
@@ -231,6 +234,28 @@ def _check(name: str, value: Any) -> None:
         here = rank_here()
         if here not in (None, value):
             raise ConfigError(f"global_rank = {value!r}", f"this process has rank {here}", "Leave it out")
+
+
+def _schedule(config: Any) -> str | None:
+    """The key ``strategy.schedule`` that MindSpore's ``pipeline_config`` stands for; None where it says nothing."""
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"pipeline_config = {config!r}", "must be a dictionary", "Such as {'pipeline_interleave': True}"
+        )
+    known = ["pipeline_interleave", "pipeline_scheduler"]
+    for name, value in config.items():
+        if name not in known:
+            raise unknown("pipeline_config", str(name), value, known)
+    interleave, scheduler = config.get("pipeline_interleave", False), config.get("pipeline_scheduler", "1f1b")
+    value = f"pipeline_config = {config!r}"
+    if not isinstance(interleave, bool):
+        raise ConfigError(value, "pipeline_interleave must be True or False", "Correct it")
+    if scheduler not in (("1f1b",) if interleave else ("1f1b", "gpipe")):
+        rule = "pipeline_scheduler must be '1f1b'" + (" where stages are interleaved" if interleave else " or 'gpipe'")
+        raise ConfigError(value, rule, "Correct it")
+    return "interleaved" if interleave else str(scheduler)
 
 
 def _apply() -> None:
@@ -250,6 +275,7 @@ def _apply() -> None:
     whole = split is False or (mode == ParallelMode.DATA_PARALLEL and not split)
     data_parallel = 1 if mode == ParallelMode.DATA_PARALLEL else None
     AMBIENT.set("strategy.pp", stages or data_parallel, "pipeline_stages")
+    AMBIENT.set("strategy.schedule", _schedule(said.get("pipeline_config")), "pipeline_config")
     AMBIENT.set("strategy.tp", data_parallel, "parallel_mode")
     AMBIENT.set("strategy.dp_shard", 1 if whole else None, "parallel_mode or enable_parallel_optimizer")
     AMBIENT.set("strategy.dp_replicate", 1 if split else None, "enable_parallel_optimizer")

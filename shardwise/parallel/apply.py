@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from shardwise.models.build import materialise, recompute_buffers
 from shardwise.models.lora import Adapters, inject
-from shardwise.models.routers import take_routers
+from shardwise.models.routers import Routers, take_routers
+from shardwise.models.shard import Shard
 from shardwise.models.structure import find_structure
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.compiled import compile_blocks
@@ -14,10 +16,11 @@ from shardwise.parallel.dropout import DropoutStreams, install_dropout
 from shardwise.parallel.fsdp import apply_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.pipeline import cut_stage, tied_group
+from shardwise.parallel.pipeline import Stage, cut_stages, tied_group
 from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import agree_on_table, tensor_group
+from shardwise.spec.layout import ParamLayout
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.table import ShardingTable, Style
 
@@ -47,24 +50,41 @@ def parallelize(
     Raises:
         PlanError: a structure or a module that this strategy cannot split.
     """
-    strategy, compute_dtype = mesh.strategy, model.dtype
+    compute_dtype = model.dtype
     structure = find_structure(model)
     table = agree_on_table(model, mesh)
     routers = take_routers(model)
     inject(model, adapters)
-    stage, layouts = cut_stage(model, structure, mesh)
+    stages, shards = [], []
+    for stage, layouts in cut_stages(model, structure, mesh):
+        stages.append(stage)
+        stage.dropout = DropoutStreams(seed, mesh, stage.index)
+        shards += _split_stage(stage, stage.dropout, layouts, mesh, table, routers, compute_dtype, compiled)
+    split_logits = table.style(structure.head) is Style.VOCAB_HEAD
+    tied = tied_group(structure, mesh)
+    return ParallelModel(stages, shards, mesh, tied, compute_dtype, split_logits=split_logits), table
+
+
+def _split_stage(
+    stage: Stage,
+    dropout: DropoutStreams,
+    layouts: dict[str, ParamLayout],
+    mesh: Mesh,
+    table: ShardingTable,
+    routers: Routers | None,
+    compute_dtype: torch.dtype,
+    compiled: bool,
+) -> list[Shard]:
+    """The steps behind the cut, on one stage of this rank; its shards, in memory."""
+    model = stage.model
     layouts = apply_table(model, table, tensor_group(mesh), layouts)
     if routers is not None:
         stage.balance = Balance(model, stage.blocks, routers)
-    stage.dropout = DropoutStreams(seed, mesh)
-    install_dropout(model, table, mesh, stage.dropout)
+    install_dropout(model, table, mesh, dropout)
     compile_blocks(stage.blocks, mesh.device, compiled)
-    apply_recompute(stage.blocks, strategy.recompute, stage.dropout)
+    apply_recompute(stage.blocks, mesh.strategy.recompute, dropout)
     set_stored_dtypes(model, compute_dtype, mesh)
     layouts = apply_fsdp(stage, stage.blocks, mesh, layouts, compute_dtype)
     materialise(stage, mesh.device)
     recompute_buffers(model)
-    shards = make_shards(model, layouts, compute_dtype)
-    split_logits = table.style(structure.head) is Style.VOCAB_HEAD
-    parallel = ParallelModel(stage, shards, mesh, tied_group(structure, mesh), compute_dtype, split_logits=split_logits)
-    return parallel, table
+    return make_shards(model, layouts, compute_dtype)

@@ -1,7 +1,7 @@
 """Dropout under every strategy: masks differ where tensors differ, and agree where tensors are replicated.
 
 Two streams. Attention draws from torch's default generator, on this rank's heads and rows; it is seeded for
-each micro-batch by place, so masks differ between data, tensor and pipeline ranks. ``nn.Dropout`` modules
+each micro-batch by place, so masks differ between data ranks, tensor ranks and stages. ``nn.Dropout`` modules
 (those of adapters, and of residual paths) draw by name: the mask of the whole tensor follows from (seed,
 step, micro-batch, data rank, module), and a rank takes its part of it. Such a mask is the same on all
 tensor ranks of a replicated tensor, and independent of tensor and pipeline degree.
@@ -29,11 +29,11 @@ from shardwise.tensor.table import ShardingTable, Style
 
 
 class DropoutStreams:
-    """The place of this rank in a run's random numbers: which step and micro-batch it computes."""
+    """The place of a stage in a run's random numbers: which step and micro-batch it computes on this rank."""
 
-    def __init__(self, seed: int, mesh: Mesh) -> None:
+    def __init__(self, seed: int, mesh: Mesh, stage: int) -> None:
         self._rows = f"{seed}/{mesh.data_rank}"
-        self._rank = f"{mesh.coordinate('tp')}/{mesh.coordinate('pp')}"
+        self._rank = f"{mesh.coordinate('tp')}/{stage}"
         self._step, self._micro_batch = 0, -1
 
     def begin_step(self, step: int) -> None:

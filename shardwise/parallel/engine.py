@@ -8,7 +8,7 @@ what is used here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
+    _add_reduce_grad,
     _add_send_recv,
     _add_unshard_reshard,
     _ComputationType,
@@ -24,11 +25,13 @@ from torch.distributed.pipelining.schedules import (
 
 from shardwise.parallel.pipeline import Stage
 from shardwise.spec.schedule import ActionLists, action_lists, forward_only
+from shardwise.spec.strategy import Strategy
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # A schedule object keeps its receive buffers; lengths come back, but not all of them need to stay.
 MAX_CACHED_SHAPES = 4
+GATHERED_STAGES = 3  # of a rank, at the same time, where FSDP gives weights back: one each way, and the next
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,14 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 class PipelineEngine:
-    """Runs a step of one stage; caches torch's stage and schedule objects by the step's shapes."""
+    """Runs a step of this rank's stages; caches torch's stage and schedule objects by the step's shapes."""
 
-    def __init__(self, stage: Stage, schedule: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.stage, self.schedule, self.group, self.device = stage, schedule, group, device
-        self.index, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(
+        self, stages: Sequence[Stage], strategy: Strategy, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.stages, self.strategy, self.group, self.device = tuple(stages), strategy, group, device
+        self.num_ranks = dist.get_world_size(group)
+        self.num_stages = self.num_ranks * len(self.stages)
         self._runtimes: OrderedDict[tuple[bool, StageShapes], _Runtime] = OrderedDict()
 
     def run(
@@ -79,14 +85,14 @@ class PipelineEngine:
         """One step over all micro-batches; all tensors are [micro-batches, rows, length].
 
         Returns:
-            The loss of each micro-batch on the last stage, an empty list elsewhere.
+            The loss of each micro-batch on the rank of the last stage, an empty list elsewhere.
         """
         runtime = self._runtime(shapes, backward)
         runtime._loss_fn = loss_function
         losses: list[torch.Tensor] = []
-        is_last = self.index == self.num_stages - 1
+        is_first, is_last = self.stages[0].is_first, self.stages[-1].is_last
         runtime.run(
-            [(ids,) if self.stage.is_first else () for ids in input_ids],
+            [(ids,) if is_first else () for ids in input_ids],  # other stages of the rank do not look at them
             [{"position_ids": positions} for positions in position_ids],
             list(targets) if is_last else None,
             losses if is_last else None,
@@ -103,34 +109,51 @@ class PipelineEngine:
         return self._runtimes[key]
 
     def _build(self, shapes: StageShapes, backward: bool) -> _Runtime:
-        stage = PipelineStage(
-            self.stage,
-            self.index,
-            self.num_stages,
-            self.device,
-            input_args=self._border(shapes, backward, incoming=True),
-            output_args=self._border(shapes, backward, incoming=False),
-            group=self.group,
-        )
-        runtime = _Runtime([stage], shapes.num_micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
+        stages = [
+            PipelineStage(
+                stage,
+                stage.index,
+                self.num_stages,
+                self.device,
+                input_args=_border(stage, shapes, backward, incoming=True),
+                output_args=_border(stage, shapes, backward, incoming=False),
+                group=self.group,
+            )
+            for stage in self.stages
+        ]
+        number = shapes.num_micro_batches
+        runtime = _Runtime(stages, number, loss_fn=lambda output, target: output, scale_grads=False)
         runtime._has_backward = backward
-        if backward:
-            lists = action_lists(self.schedule, self.num_stages, shapes.num_micro_batches)
-            runtime._prepare_schedule_with_comms(_torch_actions(lists))
-        else:  # torch's own check wants a backward for each forward, so evaluation is lowered here
-            lists = forward_only(self.num_stages, shapes.num_micro_batches)
-            lowered = {rank: _add_unshard_reshard(actions) for rank, actions in _torch_actions(lists).items()}
-            runtime.pipeline_order_with_comms = _add_send_recv(lowered, lambda stage: stage, self.num_stages)
+        runtime.pipeline_order_with_comms = self._lowered(number, backward)
         return runtime
 
-    def _border(self, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:
-        """Static metadata of a stage's input or output: without it torch runs the stage on garbage to find out."""
-        rows = (shapes.rows, shapes.length)
-        if incoming and self.stage.is_first:
-            return torch.empty(rows, dtype=torch.int64, device="meta")
-        is_logits = not incoming and self.index == self.num_stages - 1
-        width = shapes.local_vocab_size if is_logits else shapes.hidden_size
-        return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=backward)
+    def _lowered(self, num_micro_batches: int, backward: bool) -> dict[int, list[_Action]]:
+        """The actions of every rank with what torch adds to them: FSDP's gathers and reductions, sends, receives.
+
+        Torch's own way in (``_prepare_schedule_with_comms``) wants a backward for each forward, which evaluation
+        does not have, and gives back the weights of all but three stages, which ZeRO-2 keeps.
+        """
+        num_ranks, virtual = self.num_ranks, len(self.stages)
+        if backward:
+            lists = action_lists(self.strategy.schedule, num_ranks, num_micro_batches, virtual)
+        else:
+            lists = forward_only(num_ranks, num_micro_batches, virtual)
+        active = GATHERED_STAGES if self.strategy.reshard else max(GATHERED_STAGES, virtual)
+        lowered = {rank: _add_unshard_reshard(actions, active) for rank, actions in _torch_actions(lists).items()}
+        if backward:
+            lowered = {rank: _add_reduce_grad(actions, num_micro_batches) for rank, actions in lowered.items()}
+        return _add_send_recv(lowered, lambda stage: stage % num_ranks, self.num_stages)
+
+
+def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:
+    """Static metadata of a stage's input or output: without it torch runs the stage on garbage to find out."""
+    rows = (shapes.rows, shapes.length)
+    if incoming and stage.is_first:
+        return torch.empty(rows, dtype=torch.int64, device="meta")
+    is_logits = not incoming and stage.is_last
+    width = shapes.local_vocab_size if is_logits else shapes.hidden_size
+    needs_grad = backward and stage.grads_at_ends[0 if incoming else 1]
+    return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=needs_grad)
 
 
 def _torch_actions(lists: ActionLists) -> dict[int, list[_Action | None]]:

@@ -35,10 +35,12 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank holds the first stage."""
         return self.coordinate("pp") == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
         return self.coordinate("pp") == self.strategy.pp - 1
 
     @property

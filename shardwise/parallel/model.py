@@ -22,13 +22,15 @@ from shardwise.spec.layout import chunk_range
 class ParallelModel:
     """One rank's part of the model, and the passes over a step's micro-batches.
 
+    ``stages`` are this rank's parts of the pipeline in the order of the model, ``shards`` their parameters.
+
     All batches are three int64 tensors [micro-batches, rows, length]: ids, shifted targets (-100: not
     supervised) and position ids. They are equal on the tensor and pipeline ranks of a data rank.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Sequence[Stage],
         shards: Sequence[Shard],
         mesh: Mesh,
         tied_group: dist.ProcessGroup | None,
@@ -36,9 +38,9 @@ class ParallelModel:
         *,
         split_logits: bool = True,
     ) -> None:
-        self.stage, self.shards, self.mesh = stage, tuple(shards), mesh
+        self.stages, self.shards, self.mesh = tuple(stages), tuple(shards), mesh
         self.tied_group = tied_group
-        config = stage.model.config.get_text_config()
+        config = self.stages[0].model.config.get_text_config()
         self._hidden_size: int = config.hidden_size
         self._dtype = compute_dtype  # of activations, which may be coarser than the stored weights
         split_logits &= mesh.size("tp") > 1
@@ -52,15 +54,14 @@ class ParallelModel:
             else None
         )
         self._engine = (
-            PipelineEngine(stage, mesh.strategy.schedule, mesh.group("pp"), mesh.device)
-            if mesh.size("pp") > 1
-            else None
+            PipelineEngine(self.stages, mesh.strategy, mesh.group("pp"), mesh.device) if mesh.size("pp") > 1 else None
         )
 
     def begin_step(self, step: int) -> None:
         """Dropout of the passes that follow is that of optimizer step ``step``."""
-        if self.stage.dropout is not None:
-            self.stage.dropout.begin_step(step)
+        for stage in self.stages:
+            if stage.dropout is not None:
+                stage.dropout.begin_step(step)
 
     def forward_backward(
         self,
@@ -82,13 +83,14 @@ class ParallelModel:
         """
         if self._replica_sums is not None:
             self._replica_sums.begin(len(ids))
-        if self.stage.balance is not None:
+        balances = [stage.balance for stage in self.stages if stage.balance is not None]
+        if balances:
             everything = torch.full(ids.shape[:2], ids.shape[2], device=ids.device)
             lengths, step_tokens = real or (everything, ids.numel() * self.mesh.strategy.dp)
-            self.stage.balance.begin(lengths, step_tokens)
+            for balance in balances:
+                balance.begin(lengths, step_tokens)
         loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
-        if self.stage.balance is not None:
-            loss += self.stage.balance.finish()
+        loss += sum(balance.finish() for balance in balances)
         if self._replica_sums is not None:
             self._replica_sums.finish()
         sum_gradients(self.shards, self.mesh, self.tied_group)
@@ -97,11 +99,11 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> float:
         """This rank's share of the sum of token losses; no gradients, no dropout."""
-        self.stage.eval()
+        self._set_training(False)
         try:
             return self._run(ids, targets, positions, 1.0, backward=False)
         finally:
-            self.stage.train()
+            self._set_training(True)
 
     def squared_norm(self) -> float:
         """This rank's share of the squared norm of the whole gradient."""
@@ -122,6 +124,10 @@ class ParallelModel:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.tied_group)
             agree &= torch.equal(largest, shard.data)
         return agree
+
+    def _set_training(self, training: bool) -> None:
+        for stage in self.stages:
+            stage.train(training)
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         return token_loss_sum(logits, targets, self._vocab[0], self._tp_group) * scale
@@ -147,10 +153,11 @@ class ParallelModel:
         self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, scale: float, backward: bool
     ) -> list[torch.Tensor]:
         losses = []
+        (stage,) = self.stages
         for index in range(len(ids)):
             if backward:
-                set_last_micro_batch(self.stage, index == len(ids) - 1)
-            loss = self._loss(self.stage(ids[index], positions[index]), targets[index], scale)
+                set_last_micro_batch(stage, index == len(ids) - 1)
+            loss = self._loss(stage(ids[index], positions[index]), targets[index], scale)
             if backward:
                 loss.backward()
             losses.append(loss.detach())

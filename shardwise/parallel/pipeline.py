@@ -1,12 +1,15 @@
-"""Pipeline parallelism: one stage of an unmodified model, and the groups that its ends share.
+"""Pipeline parallelism: the stages of an unmodified model, and the groups that its ends share.
 
 The model's own ``forward`` stays. Blocks, embedding, norm and head that a stage does not own become
 stand-ins; the received hidden state enters where the block before the stage's first would have returned it,
-and a stage that does not own the head ends the forward where the next stage's first block would begin.
+and a stage that does not own the head ends the forward where the next stage's first block would begin. A rank may
+hold several stages; each is cut from a copy of the model, so names stay those of the model, and FSDP, recomputation
+and dropout see one stage.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -119,7 +122,7 @@ class Exit(PassThrough):
 
 
 class Stage(nn.Module):
-    """The part of a model that one pipeline rank runs.
+    """A part of a model that one pipeline rank runs as a whole; ``index`` is its place among all stages.
 
     ``forward(x, position_ids, input_ids)``: x is [rows, length] ids on the first stage, else the hidden state
     [rows, length, hidden]; the result is the logits [rows, length, local vocabulary] on the last stage,
@@ -138,6 +141,9 @@ class Stage(nn.Module):
         self.model = model
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
         self.entry = (entry, no_embedding)  # a tuple for the same reason
+        self.index, self.is_last = 0, True
+        # Whether a gradient leaves at the input, and arrives at the output: not where nothing trains before.
+        self.grads_at_ends = (True, True)
         self.dropout: DropoutStreams | None = None
         self.balance: Balance | None = None
 
@@ -168,32 +174,62 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class StageCut:
-    """Which blocks a stage owns."""
+    """Which blocks a stage owns, and its place among the stages."""
 
     first_block: int
     last_block: int  # exclusive
+    index: int = 0
 
 
 def stage_cuts(strategy: Strategy) -> list[StageCut]:
     """The block range of every stage, in order."""
     ends = list(accumulate(strategy.stages))
-    return [StageCut(end - size, end) for end, size in zip(ends, strategy.stages, strict=True)]
+    return [
+        StageCut(end - size, end, index) for index, (end, size) in enumerate(zip(ends, strategy.stages, strict=True))
+    ]
 
 
-def cut_stage(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> tuple[Stage, dict[str, ParamLayout]]:
-    """Take away (on meta) what this rank's stage does not own; nothing at one stage.
+def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list[tuple[Stage, dict[str, ParamLayout]]]:
+    """This rank's stages, in the order of the model, and the layout of each of their parameters.
+
+    Args:
+        model: on meta. The first stage is cut from it, each other one from a copy, which costs no memory.
 
     Returns:
-        The stage and the layout of each of its parameters, whole, with its owner among the stages and
-        replicas. A tied embedding has a second copy on the last stage, whose owner is the first.
+        For each stage the layouts of its parameters, whole, with their owner among the stages and replicas.
+        A tied embedding has a second copy on the last stage, whose owner is the first.
     """
-    cut = stage_cuts(mesh.strategy)[mesh.coordinate("pp")]
-    if mesh.size("pp") == 1:
-        blocks = model.get_submodule(structure.blocks)
-        stage = Stage(model, [blocks[i] for i in range(cut.first_block, cut.last_block)])
-    else:
-        stage = cut_modules(model, structure, find_chain(model, structure), cut)
-    return stage, _whole_layouts(model, structure, mesh)
+    cuts = stage_cuts(mesh.strategy)
+    own = [cuts[stage] for stage in mesh.strategy.stages_of(mesh.coordinate("pp"))]
+    chain = find_chain(model, structure) if len(cuts) > 1 else None
+    models = [model, *(copy.deepcopy(model) for _ in own[1:])]
+    owned = mesh.coordinate("dp_replicate") == 0
+    trained = _first_trained(model, structure, chain, cuts) if chain is not None else 0
+    stages = []
+    for part, cut in zip(models, own, strict=True):
+        if chain is None:
+            stage = Stage(part, list(part.get_submodule(structure.blocks)))
+        else:
+            stage = cut_modules(part, structure, chain, cut)
+        stage.index, stage.is_last = cut.index, cut.index == len(cuts) - 1
+        stage.grads_at_ends = (cut.index > trained, cut.index >= trained)
+        stages.append((stage, _whole_layouts(part, structure, cut, owned)))
+    return stages
+
+
+def _first_trained(model: nn.Module, structure: Structure, chain: Chain, cuts: Sequence[StageCut]) -> int:
+    """The first stage that holds something that trains; no gradient is needed before it."""
+    before = tuple(f"{name}." for name in (structure.embedding, *chain.before))
+    found = [len(cuts) - 1]
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name.startswith(before):
+            found.append(0)
+        elif name.startswith(f"{structure.blocks}."):
+            block = int(name.removeprefix(f"{structure.blocks}.").partition(".")[0])
+            found.append(next(cut.index for cut in cuts if cut.first_block <= block < cut.last_block))
+    return min(found)
 
 
 def cut_modules(model: PreTrainedModel, structure: Structure, chain: Chain, cut: StageCut) -> Stage:
@@ -225,18 +261,18 @@ def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, stand_in)
 
 
-def _whole_layouts(model: nn.Module, structure: Structure, mesh: Mesh) -> dict[str, ParamLayout]:
-    owned = mesh.coordinate("dp_replicate") == 0
+def _whole_layouts(model: nn.Module, structure: Structure, cut: StageCut, owned: bool) -> dict[str, ParamLayout]:
     layouts = {
         name: ParamLayout(plain_name(name), tuple(parameter.shape), owned=owned)
         for name, parameter in model.named_parameters()
     }
-    if structure.tied and mesh.size("pp") > 1:
+    is_first, is_last = cut.first_block == 0, cut.last_block == structure.num_blocks
+    if structure.tied and is_first != is_last:  # the two ends are on two stages
         embedding, head = f"{structure.embedding}.weight", f"{structure.head}.weight"
         names = {layout.name: name for name, layout in layouts.items()}
-        if mesh.is_first_stage:
+        if is_first:
             layouts[names[embedding]] = replace(layouts[names[embedding]], has_copy=True)
-        if mesh.is_last_stage:
+        if is_last:
             layouts[names[head]] = replace(layouts[names[head]], tied_to=embedding, owned=False)
     return layouts
 
@@ -249,7 +285,7 @@ def tied_group(structure: Structure, mesh: Mesh) -> dist.ProcessGroup | None:
     if not structure.tied or mesh.size("pp") == 1:
         return None
     own = None
-    ranks = mesh.device_mesh.mesh.flatten(1)  # [stages, ranks of a stage]
+    ranks = mesh.device_mesh.mesh.flatten(1)  # [pp, other axes]
     for first, last in zip(ranks[0].tolist(), ranks[-1].tolist(), strict=True):
         group = dist.new_group([first, last])
         if dist.get_rank() in (first, last):

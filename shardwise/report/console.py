@@ -25,6 +25,8 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
         f"vocabulary {model.vocab_size}, {ties}",
     )
     details = [f"{strategy.schedule} over stages of {', '.join(map(str, strategy.stages))} blocks"]
+    if strategy.virtual_stages > 1:
+        details[0] += f", {strategy.virtual_stages} on each rank"
     if strategy.pp == 1:
         details = []
     if strategy.dp_shard > 1:

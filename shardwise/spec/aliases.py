@@ -13,6 +13,7 @@ KEYS = {
     "data_parallel": "strategy.dp",
     "model_parallel": "strategy.tp",
     "pipeline_stage": "strategy.pp",
+    "pp_interleave_num": "strategy.virtual_stages",  # MindFormers has it in its section of the model
     "micro_batch_num": "train.gradient_accumulation_steps",
     "context_parallel": "strategy.cp",
     "expert_parallel": "strategy.ep",
@@ -44,6 +45,8 @@ def translate(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         if name in KEYS:
             put(result, KEYS[name], value, f"{SECTION}.{name}")
+            if name == "pp_interleave_num" and isinstance(value, int) and value > 1:
+                put(result, "strategy.schedule", "interleaved", f"{SECTION}.{name}")
         elif name == "optimizer_shard":
             # The optimizer's state is split over the data ranks, or whole on each of them.
             _check_switch(name, value)

@@ -15,12 +15,14 @@ from shardwise.spec.run import RunConfig
 
 _DEGREES = tuple(f"strategy.{name}" for name in ("pp", "tp", "dp_replicate", "dp_shard"))
 _ROWS, _SHARE, _STEPS = "train.global_batch_size", "strategy.micro_batch_size", "train.gradient_accumulation_steps"
-_LAYOUT = ("devices", *_DEGREES, "strategy.stages", "strategy.reshard", _SHARE, _ROWS)
+_STAGES = ("strategy.virtual_stages", "strategy.stages")
+_LAYOUT = ("devices", *_DEGREES, *_STAGES, "strategy.reshard", _SHARE, _ROWS)
 _BATCH = (_ROWS, _SHARE)
 
 # (keys, what is filled in from them): an override of one of the first makes the second void.
 _FOLLOWS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("devices", *_DEGREES, "strategy.dp", "strategy.stages", "model", "device", "nnodes"), _LAYOUT),
+    (("strategy.schedule", "strategy.virtual_stages"), _STAGES),
     ((*_BATCH, _STEPS), _BATCH),
     (("train.max_steps",), ("train.epochs",)),
     (("train.seed",), ("data.seed",)),

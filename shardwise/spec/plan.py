@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.errors import PlanError
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.strategy import AXES, Strategy, legal_tensor_degrees
+from shardwise.spec.strategy import AXES, ScheduleName, Strategy, legal_tensor_degrees
 
 SCHEMA = 1
 _FP32_BYTES = 4
@@ -35,17 +35,15 @@ class Plan:
         """Refuse what no rank could execute, also in a plan that was edited by hand.
 
         Raises:
-            PlanError: an illegal tensor degree, stages that do not hold every block once, or a batch
-                that does not divide.
+            PlanError: an illegal tensor degree, a schedule that does not fit the stages, stages that do not
+                hold every block once, or a batch that does not divide.
         """
         legal = legal_tensor_degrees(self.model)
         if self.strategy.tp not in legal:
             rule = f"legal degrees: {', '.join(map(str, legal))}"
             raise PlanError(f"plan with tp = {self.strategy.tp}", rule, "Make the plan again")
-        stages, pp, rows = self.strategy.stages, self.strategy.pp, self.global_batch_size
-        if len(stages) != pp or sum(stages) != self.model.num_blocks or min(stages) < 1:
-            rule = f"must be {pp} numbers above 0 that sum to the model's {self.model.num_blocks} blocks"
-            raise PlanError(f"plan with stages {list(stages)}", rule, "Make the plan again")
+        _check_stages(self.strategy, self.model.num_blocks)
+        rows = self.global_batch_size
         groups = self.strategy.gradient_aggregation_group
         if groups is not None and groups < 1:
             value = f"plan with gradient_aggregation_group = {groups}"
@@ -128,16 +126,30 @@ class Plan:
         return cls.from_json(data, f"plan {path}")
 
 
+def _check_stages(strategy: Strategy, num_blocks: int) -> None:
+    schedule, virtual, stages = strategy.schedule, strategy.virtual_stages, strategy.stages
+    if schedule not in get_args(ScheduleName):
+        rule = f"must be one of {', '.join(get_args(ScheduleName))}"
+        raise PlanError(f"plan with schedule {schedule!r}", rule, "Make the plan again")
+    if virtual < 1 or (schedule == "interleaved") != (virtual > 1) or (virtual > 1 and strategy.pp < 2):
+        rule = f"a rank has several stages under the schedule interleaved and pp above 1 alone (pp is {strategy.pp})"
+        value = f"plan with schedule {schedule} and virtual_stages = {virtual}"
+        raise PlanError(value, rule, "Make the plan again")
+    if len(stages) != strategy.num_stages or sum(stages) != num_blocks or min(stages) < 1:
+        rule = f"must be {strategy.num_stages} numbers above 0 that sum to the model's {num_blocks} blocks"
+        raise PlanError(f"plan with stages {list(stages)}", rule, "Make the plan again")
+
+
 @dataclass(frozen=True)
 class RankShare:
-    """What one process holds. ``blocks`` is a half-open range of block indices.
+    """What one process holds. ``blocks`` are half-open ranges of block indices, one for each of its stages.
 
     ``parameter_bytes`` is an estimate for fp32: norms whole, everything else split evenly.
     """
 
     rank: int
     coordinates: dict[str, int]
-    blocks: tuple[int, int]
+    blocks: tuple[tuple[int, int], ...]
     embedding: bool
     head: bool
     tensor_part: int
@@ -145,8 +157,8 @@ class RankShare:
     parameter_bytes: int
 
     def __str__(self) -> str:
-        first, end = self.blocks
-        parts = ["embedding"] * self.embedding + [f"blocks {first}..{end - 1}"] + ["head"] * self.head
+        blocks = " and ".join(f"{first}..{end - 1}" for first, end in self.blocks)
+        parts = ["embedding"] * self.embedding + [f"blocks {blocks}"] + ["head"] * self.head
         shares = [f"1/{n} by {axis}" for n, axis in ((self.tensor_part, "tp"), (self.shard_part, "dp_shard")) if n > 1]
         return " + ".join(parts) + (f", {' and '.join(shares)}" if shares else "")
 
@@ -176,9 +188,10 @@ def _coordinates(strategy: Strategy, rank: int) -> dict[str, int]:
 
 
 def _share(plan: Plan, rank: int, coordinates: dict[str, int], ends: list[int]) -> RankShare:
-    strategy, model, stage = plan.strategy, plan.model, coordinates["pp"]
-    embedding, head = stage == 0, stage == strategy.pp - 1
-    num_blocks = strategy.stages[stage]
+    strategy, model, place = plan.strategy, plan.model, coordinates["pp"]
+    embedding, head = place == 0, place == strategy.pp - 1
+    blocks = tuple((ends[stage] - strategy.stages[stage], ends[stage]) for stage in strategy.stages_of(place))
+    num_blocks = sum(end - first for first, end in blocks)
     norms = (
         num_blocks * model.block_norm_parameters + model.before_parameters * embedding + model.after_parameters * head
     )
@@ -189,7 +202,7 @@ def _share(plan: Plan, rank: int, coordinates: dict[str, int], ends: list[int]) 
     return RankShare(
         rank=rank,
         coordinates=coordinates,
-        blocks=(ends[stage] - num_blocks, ends[stage]),
+        blocks=blocks,
         embedding=embedding,
         head=head,
         tensor_part=strategy.tp,

@@ -29,8 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
     "strategy.sequence_parallel": (False,),
-    "strategy.schedule": ("1f1b", "gpipe"),
-    "strategy.virtual_stages": (None, 1),
     "strategy.plan": (None,),
     "save.best": ("no",),
     "save.async": (False,),
@@ -198,6 +196,22 @@ def _check_batch(run: RunConfig) -> None:
     )
 
 
+def _check_schedule(run: RunConfig) -> None:
+    schedule, virtual = run.strategy.schedule, run.strategy.virtual_stages
+    _refuse(
+        schedule == "interleaved" or virtual in (None, 1),
+        f"strategy.virtual_stages = {virtual}",
+        f"several stages on a rank are the schedule interleaved, and strategy.schedule is {schedule}",
+        "Use strategy.schedule=interleaved, or leave it out",
+    )
+    _refuse(
+        schedule != "interleaved" or virtual != 1,
+        "strategy.virtual_stages = 1 with strategy.schedule = interleaved",
+        "one stage on a rank leaves nothing to interleave",
+        "Use strategy.virtual_stages=2, or strategy.schedule=1f1b",
+    )
+
+
 def _check_length(run: RunConfig) -> None:
     epochs, steps = run.train.epochs, run.train.max_steps
     _refuse(
@@ -325,6 +339,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_length, _check_optimizer, _check_compile),
+    *(_check_available, _check_batch, _check_schedule, _check_length, _check_optimizer, _check_compile),
     *(_check_save, _check_eval, _check_lora, _check_log),
 )

@@ -6,6 +6,7 @@ listed: it follows from the order (a forward needs its input, a backward its gra
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 
@@ -20,9 +21,9 @@ class Action(NamedTuple):
 ActionLists = dict[int, list[Action]]  # pipeline rank -> its actions in order
 
 
-def forward_only(num_stages: int, num_micro_batches: int) -> ActionLists:
-    """Evaluation: each stage runs the micro-batches in order."""
-    return {s: [Action(s, "forward", m) for m in range(num_micro_batches)] for s in range(num_stages)}
+def forward_only(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:
+    """Evaluation: each rank runs the micro-batches in order, or round by round where it holds several stages."""
+    return {rank: _forwards(rank, num_ranks, num_micro_batches, virtual_stages) for rank in range(num_ranks)}
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> ActionLists:
@@ -57,13 +58,65 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> ActionLists:
     return lists
 
 
-def action_lists(schedule: str, num_stages: int, num_micro_batches: int) -> ActionLists:
-    """The lists of a schedule by its name in run.yaml (``gpipe`` or ``1f1b``)."""
-    return {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule](num_stages, num_micro_batches)
+def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, figure 4, bottom).
+
+    Rank r of p runs stages r, r + p, r + 2 p, ..., ``virtual_stages`` of them. A round of micro-batches passes
+    through all stages of a rank before the next round begins. Rank r first runs
+    ``(virtual_stages - 1) * n + 2 (p - 1 - r)`` forward passes, n micro-batches being the first round, then one
+    backward pass for each forward pass. So at most one activation more than that is alive, however many
+    micro-batches a step has, and the bubble is that of 1F1B divided by ``virtual_stages``.
+
+    The paper wants a multiple of p micro-batches. Here any number of at least p will do: rounds are as even as
+    they can be and none is shorter than p, since a shorter one would wait for itself at every turn.
+
+    Raises:
+        ValueError: with fewer micro-batches than ranks (the pipeline would never be full).
+    """
+    if num_micro_batches < num_ranks:
+        raise ValueError(f"interleaved needs at least {num_ranks} micro-batches for {num_ranks} ranks")
+    first_round = len(_rounds(num_ranks, num_micro_batches)[0])
+    lists: ActionLists = {}
+    for rank in range(num_ranks):
+        forwards = _forwards(rank, num_ranks, num_micro_batches, virtual_stages)
+        backwards = _backwards(rank, num_ranks, num_micro_batches, virtual_stages)
+        ahead = min((virtual_stages - 1) * first_round + 2 * (num_ranks - 1 - rank), len(forwards))
+        steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+        lists[rank] = [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
+    return lists
+
+
+def _rounds(num_ranks: int, num_micro_batches: int) -> list[range]:
+    """Micro-batches in rounds of at least ``num_ranks``, as even as possible; the first ones are the larger ones."""
+    number = max(1, num_micro_batches // num_ranks)
+    size, larger = divmod(num_micro_batches, number)
+    starts = [index * size + min(index, larger) for index in range(number + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _forwards(rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    stages = range(rank, num_ranks * virtual_stages, num_ranks)
+    rounds = _rounds(num_ranks, num_micro_batches)
+    return [Action(stage, "forward", m) for micro_batches in rounds for stage in stages for m in micro_batches]
+
+
+def _backwards(rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    stages = range(rank, num_ranks * virtual_stages, num_ranks)
+    rounds = _rounds(num_ranks, num_micro_batches)
+    return [
+        Action(stage, "backward", m) for micro_batches in rounds for stage in reversed(stages) for m in micro_batches
+    ]
+
+
+def action_lists(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:
+    """The lists of a schedule by its name in run.yaml; only ``interleaved`` has several stages on a rank."""
+    if schedule == "interleaved":
+        return interleaved(num_ranks, num_micro_batches, virtual_stages)
+    return {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule](num_ranks, num_micro_batches)
 
 
 def peak_activations(actions: list[Action]) -> int:
-    """The most micro-batches whose activations one stage holds at the same time."""
+    """The most passes (of a micro-batch through a stage) whose activations one rank holds at the same time."""
     alive = peak = 0
     for action in actions:
         alive += 1 if action.kind == "forward" else -1

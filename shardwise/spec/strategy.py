@@ -9,9 +9,11 @@ from typing import Any, Literal
 from shardwise.config import nearest_multiples
 from shardwise.errors import PlanError
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.run import RunConfig
+from shardwise.spec.run import RunConfig, StrategyConfig
 
 DEFAULT_GLOBAL_BATCH_SIZE = 8
+DEFAULT_VIRTUAL_STAGES = 2
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # mesh order: tensor parallel on neighbouring ranks
 
 
@@ -19,7 +21,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # mesh order: tensor parallel o
 class Strategy:
     """Degrees of every axis, and how a step runs on them.
 
-    ``stages`` holds the number of blocks of each pipeline stage (sum: all blocks of the model);
+    ``stages`` holds the number of blocks of each pipeline stage (sum: all blocks of the model). Stage s is on
+    pipeline rank s % ``pp``, which holds ``virtual_stages`` of them (1, but for the schedule ``interleaved``);
     ``recompute`` the number of blocks of each stage, from its first, whose activations are
     recomputed in the backward pass (-1: all). ``gradient_aggregation_group`` is the number of buckets in
     which gradients are summed over the data ranks (None: a block each with dp_shard, else 25 MiB each).
@@ -30,7 +33,8 @@ class Strategy:
     dp_shard: int = 1
     tp: int = 1
     reshard: bool = True
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
     micro_batch_size: int = 1
     recompute: int = 0
     stages: tuple[int, ...] = ()
@@ -44,6 +48,14 @@ class Strategy:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    def stages_of(self, pp_rank: int) -> range:
+        """The stages of one pipeline rank, in the order of the model."""
+        return range(pp_rank, self.num_stages, self.pp)
 
     def num_micro_batches(self, global_batch_size: int) -> int:
         """M = G / (dp m); exact, since :func:`resolve` refuses a remainder."""
@@ -80,13 +92,13 @@ def _leaves_a_rank_empty(size: int, parts: int) -> bool:
     return (parts - 1) * -(-size // parts) >= size
 
 
-def default_stages(num_blocks: int, pp: int) -> tuple[int, ...]:
+def default_stages(num_blocks: int, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage, as even as possible; the last, which also holds the head, never has more.
 
     ``(7, 2) -> (4, 3)``, ``(10, 3) -> (4, 3, 3)``.
     """
-    base, extra = divmod(num_blocks, pp)
-    return tuple(base + (stage < extra) for stage in range(pp))
+    base, extra = divmod(num_blocks, num_stages)
+    return tuple(base + (stage < extra) for stage in range(num_stages))
 
 
 def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strategy, int]:
@@ -103,10 +115,9 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
         rule = f"the loop over the {model.num_experts} experts of a block does not compile"
         raise PlanError("train.compile = true", rule, "Use train.compile=false")
     tp = _tensor_degree(given.tp, model)
-    pp, stages = _pipeline_stages(given.pp, given.stages, model.num_blocks)
+    pp, stages = _pipeline_stages(given, model.num_blocks)
     replicate, shard = _data_degrees(run, pp * tp, local_devices)
     rows, micro_batch_size = _batch(run, pp, replicate * shard)
-    assert given.schedule != "interleaved", "rules.py refuses what is not built yet"
     strategy = Strategy(
         pp=pp,
         dp_replicate=replicate,
@@ -114,6 +125,7 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
         tp=tp,
         reshard=pp == 1 if given.reshard is None else given.reshard,
         schedule=given.schedule,
+        virtual_stages=len(stages) // pp,
         micro_batch_size=micro_batch_size,
         recompute=_recompute(given.recompute, stages),
         stages=stages,
@@ -136,21 +148,50 @@ def _tensor_degree(given: int | None, model: ModelSpec) -> int:
     raise PlanError(f"strategy.tp = {tp}", rule, f"legal degrees: {', '.join(map(str, legal))}")
 
 
-def _pipeline_stages(
-    given_pp: int | None, given_stages: tuple[int, ...] | None, num_blocks: int
-) -> tuple[int, tuple[int, ...]]:
-    pp = given_pp or (len(given_stages) if given_stages else 1)
-    if pp > num_blocks:
+def _pipeline_stages(given: StrategyConfig, num_blocks: int) -> tuple[int, tuple[int, ...]]:
+    """pp and the blocks of each stage; a rank holds the same number of stages as every other."""
+    stages = given.stages
+    virtual = _virtual_stages(given)
+    pp = given.pp or (max(1, len(stages) // virtual) if stages else 1)
+    several = f" with strategy.virtual_stages = {virtual}" if virtual > 1 else ""
+    if virtual > 1 and pp == 1:
+        rule = "several stages take turns on each rank of a pipeline, and strategy.pp is 1"
+        raise PlanError(
+            "strategy.schedule = interleaved", rule, "Give strategy.pp=2 or more, or strategy.schedule=1f1b"
+        )
+    if pp * virtual > num_blocks:
         rule = f"the model has {num_blocks} blocks, and each stage needs one"
-        raise PlanError(f"strategy.pp = {pp}", rule, f"legal degrees: 1 to {num_blocks}")
-    if given_stages is None:
-        return pp, default_stages(num_blocks, pp)
-    value, remedy = f"strategy.stages = {list(given_stages)}", f"For example {list(default_stages(num_blocks, pp))}"
-    if len(given_stages) != pp:
-        raise PlanError(value, f"has {len(given_stages)} entries, and strategy.pp is {pp}", remedy)
-    if sum(given_stages) != num_blocks:
-        raise PlanError(value, f"sums to {sum(given_stages)}, and the model has {num_blocks} blocks", remedy)
-    return pp, given_stages
+        raise PlanError(f"strategy.pp = {pp}{several}", rule, _fewer_stages(pp, virtual, num_blocks))
+    if stages is None:
+        return pp, default_stages(num_blocks, pp * virtual)
+    value, remedy = f"strategy.stages = {list(stages)}", f"For example {list(default_stages(num_blocks, pp * virtual))}"
+    if len(stages) != pp * virtual:
+        wanted = f"strategy.pp is {pp}" if virtual == 1 else f"strategy.pp x strategy.virtual_stages is {pp * virtual}"
+        raise PlanError(value, f"has {len(stages)} entries, and {wanted}", remedy)
+    if sum(stages) != num_blocks:
+        raise PlanError(value, f"sums to {sum(stages)}, and the model has {num_blocks} blocks", remedy)
+    return pp, stages
+
+
+def _virtual_stages(given: StrategyConfig) -> int:
+    """Stages of each pipeline rank; what is missing follows from ``pp`` and ``stages`` where both are given."""
+    if given.schedule != "interleaved":
+        return 1
+    if given.virtual_stages is None and given.pp and given.stages and len(given.stages) >= 2 * given.pp:
+        return len(given.stages) // given.pp
+    return given.virtual_stages or DEFAULT_VIRTUAL_STAGES
+
+
+def _fewer_stages(pp: int, virtual: int, num_blocks: int) -> str:
+    """What works in place of more stages than blocks."""
+    if virtual == 1:
+        return f"legal degrees: 1 to {num_blocks}"
+    if num_blocks // pp > 1:
+        return f"Use strategy.virtual_stages={num_blocks // pp}"
+    if num_blocks // virtual > 1:
+        return f"Use strategy.pp={num_blocks // virtual}, or strategy.schedule=1f1b without virtual_stages"
+    most = min(pp, num_blocks)
+    return f"Use strategy.pp={most} with strategy.schedule=1f1b, without virtual_stages"
 
 
 def _recompute(given: str | int, stages: tuple[int, ...]) -> int:

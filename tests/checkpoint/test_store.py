@@ -85,13 +85,14 @@ LAYOUTS = {
     "dp_shard3": {"dp_shard": 3, "micro_batch_size": 2},
     "tp2-dp2": {"tp": 2, "dp_shard": 2},
     "pp4": {"pp": 4},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "dp_replicate2": {"dp_replicate": 2},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", ["one", "tp2-pp2", "dp_shard3"])
+@pytest.mark.parametrize("before", ["one", "tp2-pp2", "dp_shard3", "interleaved"])
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, before: str, after: str) -> None:
     model = make_model(tmp_path / "model", "llama-tied")
     rows = ROWS[:6]  # a batch that two and three data ranks divide

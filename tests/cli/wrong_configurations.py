@@ -66,7 +66,6 @@ WRONG = [
     _row("lora of rank zero", "lora.r=0", "lora.r = 0", "greater than 0"),
     _row("feature not built: packing", "data.packing=true", "data.packing", "not available in this version"),
     _row("feature not built: context parallel", "cp=2", "strategy.cp = 2", "not available in this version"),
-    _row("feature not built: interleaved", "schedule=interleaved", "interleaved", "not available in this version"),
     _row(
         "compiled adapters with dropout", "train.compile=true;lora.dropout=0.1", "lora.dropout = 0.1", "compile: false"
     ),
@@ -79,6 +78,9 @@ WRONG = [
     _row("tp does not divide the heads", "tp=3", "strategy.tp = 3", "4 attention heads", "1, 2, 4"),
     _row("tp 2 of nine heads", "model={root}/nine-heads;tp=2", "9 attention heads", "legal degrees: 1, 3, 9"),
     _row("more stages than blocks", "pp=5", "strategy.pp = 5", "4 blocks", "1 to 4"),
+    _row("several stages under 1f1b", "pp=2;virtual_stages=2", "virtual_stages = 2", "is 1f1b", "interleaved"),
+    _row("interleaved on one rank", "schedule=interleaved", "interleaved", "strategy.pp is 1", "strategy.pp=2"),
+    _row("more chunks than blocks", "pp=2;schedule=interleaved;virtual_stages=3", "4 blocks", "virtual_stages=2"),
     _row("stages do not sum", "pp=2;stages=[2, 3]", "[2, 3]", "sums to 5", "[2, 2]"),
     _row("stages do not match pp", "pp=2;stages=[1, 1, 2]", "3 entries", "[2, 2]"),
     _row("product is not devices", "devices=3;tp=2;dp=2", "devices = 3", "is 4", "devices=4"),

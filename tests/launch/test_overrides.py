@@ -44,6 +44,9 @@ def _prepare(root: Path, *overrides: str) -> tuple[RunConfig, Plan]:
         (["use_lora=true"], ["use_lora=false"]),
         (["use_lora=true"], ["lora.r=4"]),
         ([], ["parallel_config.pipeline_stage=4"]),
+        (["pp=2", "schedule=interleaved"], ["schedule=1f1b"]),
+        (["pp=2"], ["schedule=interleaved"]),
+        (["pp=2", "schedule=interleaved"], ["stages=[1, 1, 1, 1]"]),
     ],
 )
 def test_an_override_is_as_if_it_had_been_there_from_the_start(

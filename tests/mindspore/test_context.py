@@ -58,6 +58,9 @@ def test_the_numbers_reach_the_trainer() -> None:
         ),
         ({"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": False}, {"strategy.dp_shard": 1}),
         ({"parallel_mode": "auto_parallel"}, {}),
+        ({"pipeline_config": {"pipeline_interleave": True}}, {"strategy.schedule": "interleaved"}),
+        ({"pipeline_config": {"pipeline_scheduler": "gpipe"}}, {"strategy.schedule": "gpipe"}),
+        ({"pipeline_config": {}}, {"strategy.schedule": "1f1b"}),
     ],
 )
 def test_what_a_mode_sets(arguments: dict[str, Any], expected: dict[str, int]) -> None:
@@ -98,6 +101,14 @@ def test_an_argument_of_the_parallel_context_without_effect_says_why(
         ({"parallel_mode": "full"}, ["parallel_mode = 'full'", "semi_auto_parallel"]),
         ({"parallel_mode": "data_parallel", "pipeline_stages": 2}, ["pipeline_stages = 2", "one stage"]),
         ({"gradients_mean": False}, ["gradients_mean = False", "must be True"]),
+        ({"pipeline_config": True}, ["pipeline_config = True", "dictionary"]),
+        ({"pipeline_config": {"pipeline_interleaved": True}}, ["pipeline_interleaved", "pipeline_interleave?"]),
+        ({"pipeline_config": {"pipeline_interleave": 2}}, ["must be True or False"]),
+        ({"pipeline_config": {"pipeline_scheduler": "seqpipe"}}, ["'1f1b' or 'gpipe'"]),
+        (
+            {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "gpipe"}},
+            ["'1f1b' where stages are interleaved"],
+        ),
         ({"enable_parallel_optimizer": 1}, ["True or False"]),
     ],
 )

@@ -84,7 +84,8 @@ ADAMW = TrainConfig(
 def strategy(blocks: int = 4, **degrees: Any) -> Strategy:
     """A strategy with even stages, micro-batches of one row under a pipeline and ``reshard`` by default."""
     pp = degrees.get("pp", 1)
-    stages = tuple(blocks // pp + (stage < blocks % pp) for stage in range(pp))
+    number = pp * degrees.get("virtual_stages", 1)
+    stages = tuple(blocks // number + (stage < blocks % number) for stage in range(number))
     defaults = {"stages": stages, "reshard": pp == 1, "micro_batch_size": 1 if pp > 1 else 2}
     return Strategy(**(defaults | degrees))
 

@@ -8,6 +8,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
+    "pp2-interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "dp_replicate2": {"dp_replicate": 2},
     "dp_shard2": {"dp_shard": 2},
     "tp2-pp2": {"tp": 2, "pp": 2},

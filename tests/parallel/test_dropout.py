@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.parallel.dropout import SeededDropout
+from shardwise.parallel.dropout import DropoutStreams, SeededDropout
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec import tolerance
 from shardwise.spec.run import LoraConfig
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _case(folders: dict[str, Path], model: str, **degrees: Any) -> LoraCase:
     split = replace(strategy(), **{"micro_batch_size": 1, **degrees})
     if split.pp > 1:
-        split = replace(split, stages=strategy(pp=split.pp).stages, reshard=False)
+        split = replace(split, stages=strategy(pp=split.num_stages).stages, reshard=False)
     return LoraCase(
         folders[model], split, ROWS, 4, steps=3, lora=DROPPED, adapter=folders["adapter"], dtype=torch.float64
     )
@@ -57,6 +58,7 @@ SAME: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tp": 2, "pp": 2},
     "recompute": {"recompute": -1},
     "tp2-recompute": {"tp": 2, "recompute": -1},
+    "pp2-interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "recompute": -1},
     "pp2-recompute": {"pp": 2, "recompute": -1},
     "pp4-gpipe-recompute": {"pp": 4, "recompute": -1, "schedule": "gpipe"},
     "dp_shard2": {"dp_shard": 2},
@@ -94,6 +96,18 @@ def test_adapter_dropout_drops_something_and_differs_between_data_ranks(same: di
     assert errors.gradient <= tolerance.FLOAT64_GRADIENT
 
 
+def test_the_stages_of_a_rank_draw_their_own_masks() -> None:
+    mesh: Any = SimpleNamespace(data_rank=0, coordinate=lambda axis: 0)
+    drawn = []
+    for stage in (0, 2, 0):
+        streams = DropoutStreams(1, mesh, stage)
+        with torch.random.fork_rng(devices=[]):
+            streams.next_micro_batch()
+            drawn.append(torch.rand(8))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 # Attention and adapters under TP 2 x DP 2: what the ranks drop, and that replicas stay in step.
 
 
@@ -111,9 +125,10 @@ def _watched(model: ParallelModel, seen: dict[str, list[Any]]) -> Iterator[None]
 
     handles = [
         block.register_forward_hook(lambda _, __, out: seen["layers"].append(out.detach().clone()))
-        for block in model.stage.blocks
+        for stage in model.stages
+        for block in stage.blocks
     ]
-    for name, module in model.stage.named_modules():
+    for name, module in [named for stage in model.stages for named in stage.named_modules()]:
         if isinstance(module, SeededDropout):
             kind = "row" if "o_proj" in name or "down_proj" in name else "column"
             handles.append(

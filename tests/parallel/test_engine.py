@@ -16,8 +16,8 @@ RUNTIME = schedules._PipelineScheduleRuntime
     [
         (schedules._Action, ["stage_index", "computation_type", "microbatch_index"]),
         (schedules._add_send_recv, ["compute_actions", "stage_to_rank", "num_stages"]),
-        (schedules._add_unshard_reshard, ["compute_actions"]),
-        (RUNTIME._prepare_schedule_with_comms, ["self", "actions"]),
+        (schedules._add_unshard_reshard, ["compute_actions", "max_active_stages"]),
+        (schedules._add_reduce_grad, ["actions", "n_microbatches"]),
         (RUNTIME._step_microbatches, ["self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs"]),
         (PipelineStage.clear_runtime_states, ["self"]),
     ],

@@ -80,7 +80,7 @@ def test_distributions_are_those_of_transformers(folders: dict[str, Path], name:
 def _buffers(rank: int, folder: Path, split: Strategy) -> dict[str, torch.Tensor]:
     model, _ = build(Case(folder, split, ()))
     dist.barrier()  # a rank that leaves closes the connections that others still make
-    return {name: buffer.clone() for name, buffer in model.stage.named_buffers()}
+    return {name: buffer.clone() for stage in model.stages for name, buffer in stage.named_buffers()}
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gptj"])

@@ -46,6 +46,7 @@ from tests.parallel.harness import (
 
 pytestmark = pytest.mark.slow
 ROWS = tuple(make_rows())
+INTERLEAVED: dict[str, Any] = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}
 FROZEN = TrainConfig(optimizer="sgd", learning_rate=0.0, lr_scheduler="constant")
 
 
@@ -126,7 +127,16 @@ def _export(rank: int, case: Case, target: Path) -> float:
     return evaluate(model, loader.eval_batches(4))[0]
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 4}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 3}])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tp": 2},
+        {"tp": 4},
+        {"pp": 2, "dp_shard": 2},
+        {"dp_shard": 3},
+        INTERLEAVED,
+    ],
+)
 @pytest.mark.parametrize("name", ["llama-odd", "llama-tied"])
 def test_10_and_61_export_has_the_shapes_and_names_of_the_input(
     tmp_path: Path, name: str, degrees: dict[str, int]
@@ -216,7 +226,7 @@ def test_26_and_28_clipping_counts_each_element_once(tmp_path: Path, degrees: di
 
 def _frequencies(rank: int, folder: Path, split: Strategy) -> list[torch.Tensor]:
     model, _ = build(Case(folder, split, ROWS))
-    return [b.clone() for n, b in model.stage.named_buffers() if n.endswith("rotary_emb.inv_freq")]
+    return [b.clone() for s in model.stages for n, b in s.named_buffers() if n.endswith("rotary_emb.inv_freq")]
 
 
 def test_31_rotary_frequencies_are_recomputed_on_every_rank(tmp_path: Path) -> None:
@@ -244,7 +254,15 @@ def test_38_last_incomplete_batch_under_a_pipeline(tmp_path: Path, drop_last: bo
     _holds(Case(make_model(tmp_path, "llama"), strategy(pp=2), rows, 4, steps, drop_last=drop_last))
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 4}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 3, "micro_batch_size": 1}])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pp": 4},
+        {"pp": 2, "dp_shard": 2},
+        {"dp_shard": 3, "micro_batch_size": 1},
+        INTERLEAVED,
+    ],
+)
 def test_fewer_rows_than_micro_batches_stages_or_data_ranks(tmp_path: Path, degrees: dict[str, int]) -> None:
     """One row in the whole step: the other micro-batches and data ranks run masked rows."""
     split = strategy(**degrees)
@@ -270,7 +288,7 @@ def test_random_values_are_bit_equal_under_every_layout(tmp_path: Path, name: st
         whole[layout.name] = values
     assert whole["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.02)
     assert torch.equal(whole["model.norm.weight"], torch.ones(32))
-    for degrees in ({"tp": 2}, {"pp": 2}, {"dp_shard": 3}, {"tp": 2, "pp": 2, "dp_shard": 2}):
+    for degrees in ({"tp": 2}, {"pp": 2}, {"dp_shard": 3}, {"tp": 2, "pp": 2, "dp_shard": 2}, INTERLEAVED):
         split = strategy(blocks, **degrees)
         for part in run_distributed(_initial, split.world_size, folder, split):
             for layout, values in part:

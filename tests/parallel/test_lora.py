@@ -14,9 +14,9 @@ from shardwise.spec import tolerance
 from shardwise.spec.run import LoraConfig
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
-from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, strategy
+from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, loader_of, strategy
 from tests.parallel.layouts import LAYOUTS
-from tests.parallel.lora_harness import LoraCase, make_adapter, reference, run_cases
+from tests.parallel.lora_harness import LoraCase, build, make_adapter, reference, run_cases
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,18 @@ ADAPTERS: dict[str, LoraConfig] = {
     ),
     "kept-tied": LoraConfig(r=4, target_modules=("q_proj", "up_proj"), modules_to_save=("lm_head",)),
 }
+_INTERLEAVED: dict[str, Any] = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}
 # (model, adapters, layout)
 _EXTRA = [
     ("llama", "all", {"tp": 4}),  # more tensor ranks than key/value heads
     ("llama", "all", {"tp": 2, "dp_replicate": 2}),
     ("llama", "all", {"pp": 2, "dp_replicate": 2}),
     ("llama", "all", {"pp": 4, "schedule": "gpipe"}),
+    ("llama", "all", _INTERLEAVED),
+    ("llama-tied", "q", _INTERLEAVED | {"tp": 2}),
+    ("llama", "first-blocks", _INTERLEAVED | {"dp_shard": 2}),  # the last stage of each rank trains nothing
+    ("llama", "last-block", _INTERLEAVED),
+    ("llama-tied", "kept-tied", _INTERLEAVED | {"dp_replicate": 2}),
     ("llama", "all", {"dp_shard": 2, "reshard": False}),
     ("llama", "all", {"dp_shard": 8}),  # more shards than rows of A
     ("llama-tied", "q", {"pp": 2}),
@@ -193,3 +199,32 @@ def test_a_bf16_gradient_is_no_further_from_fp32_than_one_process(
 
 def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float(torch.sqrt(sum(((a[name].double() - b[name].double()) ** 2).sum() for name in b)))
+
+
+def _border_gradients(rank: int, case: LoraCase) -> dict[int, list[bool]]:
+    """Stage -> whether a gradient comes back to its output and leaves its input, after a step."""
+    model, mesh, _ = build(case)
+    batch = next(loader_of(case, mesh).batches())
+    model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens)
+    assert model._engine is not None
+    (runtime,) = model._engine._runtimes.values()
+    found = {}
+    for stage in runtime._stages:
+        received = [info.buffer is not None for info in stage.grad_recv_info[0]]
+        found[stage.stage_index] = [*received, stage._get_grad_send_meta(0) is not None]
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 4}, _INTERLEAVED])
+def test_no_gradient_is_sent_to_where_nothing_trains(folders: dict[str, Path], degrees: dict[str, Any]) -> None:
+    lora = LoraConfig(r=4, target_modules=r".*layers\.[23]\..*q_proj")
+    adapter = make_adapter(folders["llama"], folders["llama"].parent / f"late-{len(degrees)}", lora)
+    case = LoraCase(folders["llama"], strategy(**degrees), tuple(make_rows()), 4, lora=lora, adapter=adapter)
+    held = run_distributed(_border_gradients, case.strategy.world_size, case)
+    # Block 2 is the first that trains; the first stage receives ids, and the last one has no stage behind it.
+    assert {stage: found for rank in held for stage, found in rank.items()} == {
+        0: [False, False],
+        1: [False, False],
+        2: [True, False],
+        3: [True],
+    }

@@ -147,9 +147,10 @@ def _dtypes(rank: int, case: Case) -> dict[str, set[str]]:
     def note(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         seen["activations"] |= {str(output.dtype), str(inputs[0].dtype)}
 
-    for block in model.stage.blocks:
+    (stage,) = model.stages
+    for block in stage.blocks:
         block.register_forward_hook(note)
-    model.stage.register_forward_hook(lambda _, inputs, output: seen["border"].add(str(output.dtype)))
+    stage.register_forward_hook(lambda _, inputs, output: seen["border"].add(str(output.dtype)))
     batch = next(loader_of(case, mesh).batches())
     model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens)
     seen["gradients"] = {str(shard.ensure_grad().dtype) for shard in model.shards}
@@ -157,7 +158,7 @@ def _dtypes(rank: int, case: Case) -> dict[str, set[str]]:
     train_step(model, optimizer, batch, 1e-3, 1.0, [])
     seen["values"] = {str(shard.data.dtype) for shard in model.shards}
     seen["states"] = {str(value.dtype) for slot in optimizer.slots for _, value in optimizer.state(slot)}
-    seen["buffers"] = {str(buffer.dtype) for buffer in model.stage.buffers()}
+    seen["buffers"] = {str(buffer.dtype) for buffer in stage.buffers()}
     return seen
 
 

@@ -53,6 +53,17 @@ def test_a_name_that_looks_like_markup_is_shown_as_it_is(tmp_path: Path, name: s
     assert f"model     {name}: LlamaForCausalLM" in text.getvalue()
 
 
+def test_an_interleaved_pipeline_shows_the_stages_of_each_rank(tmp_path: Path) -> None:
+    model = make_spec(tmp_path / "m", num_hidden_layers=10)
+    run = parse_run({"model": "m", "strategy": {"pp": 2, "schedule": "interleaved"}})
+    split, rows = resolve(run, model, 1)
+    text = io.StringIO()
+    show_plan(run, Plan(model, split, rows, "cpu"), Console(file=text, width=200))
+    assert "pp 2; interleaved over stages of 3, 3, 2, 2 blocks, 2 on each rank" in text.getvalue()
+    assert "embedding + blocks 0..2 and 6..7 " in text.getvalue()
+    assert "blocks 3..5 and 8..9 + head " in text.getvalue()
+
+
 def test_the_table_of_a_million_million_ranks_is_short(tmp_path: Path) -> None:
     model = make_spec(tmp_path / "m")
     run = parse_run({"model": "m", "strategy": {"dp_shard": 10**12, "tp": 2}})

@@ -38,6 +38,15 @@ def test_whole_copies_and_an_empty_section() -> None:
     assert translate({"model": "m", "parallel_config": None}) == ({"model": "m"}, [])
 
 
+def test_mindformers_number_of_interleaved_stages_brings_its_schedule() -> None:
+    run = parse_run(translate({"model": "m", "parallel_config": {"pipeline_stage": 2, "pp_interleave_num": 2}})[0])
+    assert (run.strategy.pp, run.strategy.schedule, run.strategy.virtual_stages) == (2, "interleaved", 2)
+    one = parse_run(translate({"model": "m", "parallel_config": {"pp_interleave_num": 1}})[0])
+    assert (one.strategy.schedule, one.strategy.virtual_stages) == ("1f1b", 1)
+    with pytest.raises(ConfigError, match="pp_interleave_num stands for"):
+        translate({"parallel_config": {"pp_interleave_num": 2}, "strategy": {"schedule": "gpipe"}})
+
+
 def test_a_name_without_effect_says_why() -> None:
     tree, notes = translate({"parallel_config": {"vocab_emb_dp": True}})
     assert tree == {}

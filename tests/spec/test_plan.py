@@ -39,6 +39,11 @@ def test_a_saved_plan_loads_equal(plan: Plan, tmp_path: Path) -> None:
         (["strategy", "stages"], [4, 0], ["stages [4, 0]", "above 0"]),
         (["strategy", "stages"], [1, 1, 2], ["stages [1, 1, 2]", "2 numbers"]),
         (["strategy", "stages"], 4, ["damaged"]),
+        (["strategy", "schedule"], "zigzag", ["schedule 'zigzag'", "gpipe, 1f1b, interleaved"]),
+        (["strategy", "schedule"], "interleaved", ["interleaved and virtual_stages = 1", "several stages"]),
+        (["strategy", "virtual_stages"], 2, ["1f1b and virtual_stages = 2", "several stages"]),
+        (["strategy", "virtual_stages"], 0, ["virtual_stages = 0"]),
+        (["strategy", "virtual_stages"], "2", ["damaged"]),
         (["strategy", "warp"], 1, ["damaged", "warp"]),
         (["strategy", "dp_shard"], "2", ["damaged"]),
         (["strategy", "micro_batch_size"], 0, ["damaged"]),
@@ -96,7 +101,7 @@ def test_ranks_count_the_tensor_axis_fastest_and_the_stages_slowest(plan: Plan) 
     assert [share.rank for share in shares] == list(range(8))
     places = [tuple(share.coordinates[axis] for axis in ("pp", "dp_shard", "tp")) for share in shares]
     assert places == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
-    assert [share.blocks for share in shares] == [(0, 3)] * 4 + [(3, 4)] * 4
+    assert [share.blocks for share in shares] == [((0, 3),)] * 4 + [((3, 4),)] * 4
     assert str(shares[0]) == "embedding + blocks 0..2, 1/2 by tp and 1/2 by dp_shard"
     assert str(shares[7]) == "blocks 3..3 + head, 1/2 by tp and 1/2 by dp_shard"
 
@@ -118,3 +123,25 @@ def test_the_ranks_hold_the_whole_model(tmp_path: Path, tied: bool) -> None:
     assert sum(share.parameter_bytes for share in tensor) == whole + norms
     copies = ranks(_plan(tmp_path, changes=changes, dp_replicate=2))
     assert [share.parameter_bytes for share in copies] == [whole] * 2
+
+
+def test_a_rank_of_an_interleaved_pipeline_holds_several_ranges_of_blocks(tmp_path: Path) -> None:
+    split = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "stages": (2, 1, 1, 1)}
+    changes = {"num_hidden_layers": 5}
+    plan = _plan(tmp_path, changes=changes, **split)
+    first, last = ranks(plan)
+    assert (first.blocks, last.blocks) == (((0, 2), (3, 4)), ((2, 3), (4, 5)))
+    assert str(first) == "embedding + blocks 0..1 and 3..3"
+    assert str(last) == "blocks 2..2 and 4..4 + head"
+    assert first.parameter_bytes + last.parameter_bytes == 4 * plan.model.num_parameters
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with pytest.raises(PlanError, match=r"stages \[2, 3\]: must be 4 numbers"):
+        _plan(tmp_path, changes=changes, **(split | {"stages": (2, 3)}))
+    with pytest.raises(PlanError, match="pp is 1"):
+        _plan(tmp_path, changes=changes, **(split | {"pp": 1}))
+
+
+def test_a_plan_from_before_virtual_stages_still_runs(plan: Plan) -> None:
+    data = plan.to_json()
+    del data["strategy"]["virtual_stages"]
+    assert Plan.from_json(data) == plan

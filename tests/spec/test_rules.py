@@ -32,8 +32,6 @@ NOT_BUILT = [
     "cp=2",
     "ep=2",
     "sequence_parallel=true",
-    "schedule=interleaved",
-    "virtual_stages=2",
     "recompute=selective",
     "plan=plan.json",
     "save.best=eval_loss",
@@ -52,8 +50,21 @@ def test_a_feature_that_is_not_built_yet_is_refused_by_its_key(override: str) ->
     assert "unknown" not in message
 
 
+def test_several_stages_on_a_rank_and_the_schedule_interleaved_belong_together() -> None:
+    assert _parse("schedule=interleaved").strategy.virtual_stages is None
+    assert _parse("schedule=interleaved", "virtual_stages=3").strategy.virtual_stages == 3
+    assert _parse("virtual_stages=1").strategy.schedule == "1f1b"
+    for schedule in ("1f1b", "gpipe"):
+        message = _message("virtual_stages=2", f"schedule={schedule}")
+        for words in ("strategy.virtual_stages = 2", f"strategy.schedule is {schedule}", "schedule=interleaved"):
+            assert words in message
+    message = _message("schedule=interleaved", "virtual_stages=1")
+    assert "nothing to interleave" in message
+    assert "virtual_stages=2, or strategy.schedule=1f1b" in message
+
+
 def test_neutral_values_of_such_keys_are_accepted() -> None:
-    run = _parse("cp=1", "ep=1", "virtual_stages=1", "restarts=0", "log.report_to=none", "data.val_size=0")
+    run = _parse("cp=1", "ep=1", "restarts=0", "log.report_to=none", "data.val_size=0")
     assert run.strategy.cp == 1
 
 

@@ -13,16 +13,18 @@ from shardwise.spec.schedule import (
     action_lists,
     forward_only,
     gpipe,
+    interleaved,
     one_f_one_b,
     peak_activations,
 )
 
 stages = st.integers(1, 9)
 extra = st.integers(0, 20)  # micro-batches beyond the number of stages, which 1F1B needs
+ranks, virtual = st.integers(2, 6), st.integers(2, 4)
 
 
 def _simulate(lists: ActionLists, num_stages: int) -> int:
-    """Run all lists at once, an action a tick and stage; the number of ticks. Fails when none can go on."""
+    """Run all lists at once, an action a tick and rank; the number of ticks. Fails when none can go on."""
     done: set[Action] = set()
     queues = {stage: list(actions) for stage, actions in lists.items()}
     ticks = 0
@@ -71,6 +73,48 @@ def test_1f1b_holds_one_activation_a_stage_behind_it_however_many_micro_batches(
 
 
 @hypothesis_settings(deadline=None)
+@given(ranks, extra, virtual)
+def test_interleaved_has_every_pass_once_no_deadlock_and_the_published_bubble(
+    num_ranks: int, more: int, virtual_stages: int
+) -> None:
+    num_micro_batches, num_stages = num_ranks + more, num_ranks * virtual_stages
+    lists = interleaved(num_ranks, num_micro_batches, virtual_stages)
+    assert sorted(lists) == list(range(num_ranks))
+    for rank, actions in lists.items():
+        assert {action.stage for action in actions} == set(range(rank, num_stages, num_ranks))
+        assert len(actions) == len(set(actions)) == 2 * virtual_stages * num_micro_batches
+        for stage in range(rank, num_stages, num_ranks):
+            for kind in ("forward", "backward"):
+                order = [m for s, k, m in actions if (s, k) == (stage, kind)]
+                assert order == list(range(num_micro_batches))
+    # A tick is the pass of one stage, 1 / virtual_stages of a rank's blocks: the bubble of 2 (p - 1) ticks is that
+    # much shorter than 1F1B's, also where the micro-batches are no multiple of the ranks.
+    ticks = _simulate(lists, num_stages)
+    assert ticks == 2 * (virtual_stages * num_micro_batches + num_ranks - 1)
+
+
+@hypothesis_settings(deadline=None)
+@given(ranks, extra, virtual)
+def test_interleaved_holds_a_bounded_number_of_activations(num_ranks: int, more: int, virtual_stages: int) -> None:
+    num_micro_batches = num_ranks + more
+    first_round = -(-num_micro_batches // (num_micro_batches // num_ranks))
+    for rank, actions in interleaved(num_ranks, num_micro_batches, virtual_stages).items():
+        ahead = (virtual_stages - 1) * first_round + 2 * (num_ranks - 1 - rank)
+        assert peak_activations(actions) == min(ahead + 1, virtual_stages * num_micro_batches)
+
+
+@hypothesis_settings(deadline=None)
+@given(ranks, st.integers(1, 20), virtual)
+def test_evaluation_of_several_stages_a_rank_is_complete_and_ends(num_ranks: int, number: int, v: int) -> None:
+    lists = forward_only(num_ranks, number, v)
+    assert sorted(a for actions in lists.values() for a in actions) == [
+        Action(stage, "forward", m) for stage in range(num_ranks * v) for m in range(number)
+    ]
+    if number >= num_ranks:
+        assert _simulate(lists, num_ranks * v) == v * number + num_ranks - 1
+
+
+@hypothesis_settings(deadline=None)
 @given(stages, st.integers(1, 20))
 def test_gpipe_holds_every_activation_and_needs_no_full_pipeline(num_stages: int, num_micro_batches: int) -> None:
     lists = gpipe(num_stages, num_micro_batches)
@@ -89,6 +133,20 @@ def test_evaluation_has_forward_passes_only(num_stages: int, num_micro_batches: 
 def test_1f1b_with_fewer_micro_batches_than_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 4 micro-batches"):
         one_f_one_b(4, 3)
+
+
+def test_interleaved_with_fewer_micro_batches_than_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 4 micro-batches"):
+        interleaved(4, 3, 2)
+
+
+def test_interleaved_of_two_ranks_written_out() -> None:
+    lists = interleaved(2, 5, 2)  # rounds of 3 and of 2 micro-batches
+    written = {rank: " ".join(f"{a.kind[0]}{a.stage}.{a.micro_batch}" for a in lists[rank]) for rank in lists}
+    assert written == {
+        0: "f0.0 f0.1 f0.2 f2.0 f2.1 f2.2 b2.0 f0.3 b2.1 f0.4 b2.2 f2.3 b0.0 f2.4 b0.1 b0.2 b2.3 b2.4 b0.3 b0.4",
+        1: "f1.0 f1.1 f1.2 f3.0 b3.0 f3.1 b3.1 f3.2 b3.2 f1.3 b1.0 f1.4 b1.1 f3.3 b1.2 f3.4 b3.3 b3.4 b1.3 b1.4",
+    }
 
 
 def test_1f1b_of_three_stages_written_out() -> None:

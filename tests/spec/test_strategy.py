@@ -114,6 +114,55 @@ def test_a_split_that_cannot_be_is_refused_with_what_can(
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "pp", "stages"),
+    [
+        (["pp=2"], 2, (1, 1, 1, 1)),  # two stages a rank where nothing is said
+        (["pp=2", "virtual_stages=2"], 2, (1, 1, 1, 1)),
+        (["pp=2", "stages=[1, 1, 1, 1]"], 2, (1, 1, 1, 1)),
+        (["stages=[1, 1, 1, 1]"], 2, (1, 1, 1, 1)),
+    ],
+)
+def test_interleaved_stages(model: ModelSpec, overrides: list[str], pp: int, stages: tuple[int, ...]) -> None:
+    strategy, rows = _resolve(model, "schedule=interleaved", *overrides)
+    assert (strategy.pp, strategy.stages, strategy.virtual_stages) == (pp, stages, len(stages) // pp)
+    assert strategy.world_size == pp
+    assert [list(strategy.stages_of(rank)) for rank in range(2)] == [[0, 2], [1, 3]]
+    Plan(model, strategy, rows, "cpu")
+
+
+def test_19_every_block_has_its_stage(tmp_path: Path) -> None:
+    """Megatron-LM 468: the number of blocks is no multiple of the number of stages, and none is lost."""
+    ten, five = make_spec(tmp_path / "10", num_hidden_layers=10), make_spec(tmp_path / "5", num_hidden_layers=5)
+    given = ("schedule=interleaved", "pp=2", "virtual_stages=2")
+    assert _resolve(ten, *given)[0].stages == (3, 3, 2, 2)  # both ranks hold five blocks
+    assert _resolve(five, *given)[0].stages == (2, 1, 1, 1)
+    assert _resolve(ten, *given, "stages=[1, 4, 4, 1]")[0].stages == (1, 4, 4, 1)
+    assert _resolve(ten, "schedule=interleaved", "pp=2", "stages=[2, 2, 2, 2, 1, 1]")[0].virtual_stages == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["schedule = interleaved", "strategy.pp is 1", "strategy.pp=2 or more", "schedule=1f1b"]),
+        (["pp=2", "virtual_stages=3"], ["pp = 2", "virtual_stages = 3", "4 blocks", "virtual_stages=2"]),
+        (["pp=3"], ["pp = 3 with strategy.virtual_stages = 2", "4 blocks", "strategy.pp=2, or", "schedule=1f1b"]),
+        (["pp=9", "virtual_stages=4"], ["4 blocks", "strategy.pp=4 with strategy.schedule=1f1b"]),
+        (["pp=2", "stages=[2, 2]"], ["has 2 entries", "virtual_stages is 4", "[1, 1, 1, 1]"]),
+        (["pp=2", "virtual_stages=2", "stages=[2, 1, 1]"], ["has 3 entries", "virtual_stages is 4"]),
+        (["pp=2", "stages=[2, 1, 1, 1]"], ["sums to 5", "4 blocks", "[1, 1, 1, 1]"]),
+        (["stages=[2, 1, 1]"], ["strategy.pp is 1"]),
+    ],
+)
+def test_interleaved_stages_that_cannot_be_are_refused_with_what_can(
+    model: ModelSpec, overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(PlanError) as error:
+        _resolve(model, "schedule=interleaved", *overrides)
+    for word in words:
+        assert word in str(error.value)
+
+
 def test_kv_heads_are_split_whole_or_shared_by_whole_ranks(tmp_path: Path) -> None:
     assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, num_key_value_heads=2)) == [1, 2, 4]
     smol = make_spec(tmp_path, hidden_size=72, num_attention_heads=9, num_key_value_heads=3)
