@@ -17,7 +17,6 @@ from shardwise.tensor.table import ModuleSplit, Style
 _PARTS = {
     Style.COLUMN: (Style.PARTIAL, Style.COLUMN),
     Style.VOCAB_HEAD: (Style.PARTIAL, Style.COLUMN),
-    Style.KV_SLICE: (Style.PARTIAL, Style.PARTIAL),
     Style.ROW: (Style.ROW, Style.PARTIAL),
     Style.COLUMN_GATHER: (Style.PARTIAL, Style.COLUMN),
     Style.ROW_SPLIT: (Style.ROW, Style.PARTIAL),
@@ -25,20 +24,15 @@ _PARTS = {
 
 
 class LowRank:
-    """``B (A dropout(x)) alpha / r`` on local weights.
+    """``B (A dropout(x)) alpha / r`` on local weights."""
 
-    Args:
-        rows: the rows of B that this rank computes, of those that it holds.
-    """
-
-    def __init__(self, layer: nn.Module, rows: slice) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self._dropout, self._a, self._b = layer.lora_dropout, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         self._scaling: float = layer.scaling[ADAPTER]
-        self._rows = rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         low = F.linear(self._dropout[ADAPTER](x), self._a.weight)
-        return F.linear(low * self._scaling, self._b.weight[self._rows])
+        return F.linear(low * self._scaling, self._b.weight)
 
 
 def pieces(module: nn.Module, split: ModuleSplit) -> list[tuple[nn.Module, ModuleSplit]]:
@@ -62,9 +56,9 @@ def pieces(module: nn.Module, split: ModuleSplit) -> list[tuple[nn.Module, Modul
     ]
 
 
-def low_rank(module: nn.Module, rows: slice) -> LowRank | None:
+def low_rank(module: nn.Module) -> LowRank | None:
     """The low-rank path of a module, None where it has no adapter."""
-    return LowRank(module, rows) if has_adapter(module) else None
+    return LowRank(module) if has_adapter(module) else None
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, path: LowRank | None) -> torch.Tensor:

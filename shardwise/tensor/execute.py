@@ -13,11 +13,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.models.lora import ADAPTER, has_adapter
-from shardwise.spec.layout import ParamLayout
+from shardwise.spec.layout import ParamLayout, over_tensor_ranks
 from shardwise.tensor.adapter import pieces
 from shardwise.tensor.forwards import SharedInput, set_forward
 from shardwise.tensor.group import TensorGroup
-from shardwise.tensor.parts import local_parameter, part_ranges
+from shardwise.tensor.parts import Part, local_parameter, part_ranges
 from shardwise.tensor.table import LocalValue, ModuleSplit, ParamCut, ShardingTable, Style
 
 # The dim of a linear layer's weight [out, in] that a style cuts; that of GPT-2 is stored the other way round.
@@ -100,16 +100,16 @@ def _module_cuts(model: nn.Module, modules: Mapping[str, nn.Module], table: Shar
 
 def _cut_of(module: nn.Module, short: str, shape: tuple[int, ...], split: ModuleSplit) -> ParamCut | None:
     """How a parameter of a split module is cut; None: whole, with whole gradients."""
-    if split.style in (Style.KV_SLICE, Style.PARTIAL):
+    if split.style is Style.PARTIAL:
         return ParamCut()
     if split.style in (Style.SUM_OUTPUT, Style.EXPERTS):
         return None  # those of experts are listed by name
     dim = _WEIGHT_DIM[split.style]
     if short == "bias" or len(shape) == 1:
-        return ParamCut(0, split.parts or (shape[0],)) if dim == 0 else None  # that of a row module is whole
+        return ParamCut(0, split.parts or (Part(shape[0]),)) if dim == 0 else None  # that of a row module is whole
     if isinstance(module, Conv1D):
         dim = 1 - dim
-    return ParamCut(dim, split.parts or (shape[dim],))
+    return ParamCut(dim, split.parts or (Part(shape[dim]),))
 
 
 def _listed_cuts(model: nn.Module, table: ShardingTable, layouts: Mapping[str, ParamLayout]) -> dict[str, ParamCut]:
@@ -148,5 +148,6 @@ def _cut_parameters(
 def _layout(layout: ParamLayout, cut: ParamCut, group: TensorGroup) -> ParamLayout:
     if cut.dim is None:
         return replace(layout, tp_partial=True)
-    ranges = part_ranges(cut.parts or (layout.shape[cut.dim],), group.size, group.rank)
-    return replace(layout, tp_dim=cut.dim, tp_ranges=ranges)
+    parts = cut.parts or (Part(layout.shape[cut.dim]),)
+    ranges = [part_ranges(parts, group.size, rank) for rank in range(group.size)]
+    return over_tensor_ranks(layout, cut.dim, ranges, group.rank)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.spec.layout import chunk_range
-from shardwise.tensor.parts import find_parts
+from shardwise.tensor.parts import Part, find_parts
 from shardwise.tensor.table import ParamCut
 
 
@@ -56,7 +56,7 @@ def _cuts_from(
         grads = torch.autograd.grad(out, list(others.values()), _weights(out), allow_unused=True)
         for name, grad in zip(others, grads, strict=True):
             needed[name].append(torch.zeros_like(params[name], dtype=torch.bool) if grad is None else grad.ne(0))
-    cuts = {last: ParamCut(dim, (size,))}
+    cuts = {last: ParamCut(dim, (Part(size),))}
     for name, supports in needed.items():
         cut = _cut(supports)
         if cut is None:

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.models.structure import Structure, find_structure
+from shardwise.models.structure import Structure, find_structure, text_config
 from shardwise.spec.tolerance import PROOF
 from shardwise.tensor.experts import find_expert_cuts
-from shardwise.tensor.parts import scaled
+from shardwise.tensor.parts import Parts, scaled
 from shardwise.tensor.regions import Region, find_regions
 from shardwise.tensor.search import Mode, Problem, Sizes, Solution, solve
 from shardwise.tensor.simulate import Reference, compare, reference
@@ -69,7 +69,8 @@ def find_table(model: nn.Module, small: nn.Module, degree: int) -> ShardingTable
             kinds[key] = _find_kind(small, trace, sizes[key], degree, want)
     tables = {key: _relative_table(kind, small, None) for key, kind in kinds.items()}
     with_ends = _proven_ends(small, small_structure, tables, degree, want)
-    tables = {key: _relative_table(kind, small, sizes[key]) for key, kind in kinds.items()}
+    units = _shared_heads(small, model, degree)
+    tables = {key: _relative_table(kind, small, sizes[key], units) for key, kind in kinds.items()}
     table = _spread(model, structure, tables, degree, _ends(model, structure) if with_ends else {})
     return replace(table, cost=_cost(model, structure, table, kinds))
 
@@ -180,8 +181,8 @@ def _try_region(
     scope = _common([*region.chunked, *region.narrow])
     widths = {p.in_features for p in trace.products if p.name in region.narrow}
     for name, chunks in region.chunked.items():
-        widths |= {*chunks.parts, sum(chunks.parts)} | {p.out_features for p in trace.products if p.name == name}
-    units = max((chunks.units for chunks in region.chunked.values()), default=0)
+        widths |= {part.size for part in chunks} | {p.out_features for p in trace.products if p.name == name}
+    units = max((part.units for chunks in region.chunked.values() for part in chunks), default=0)
     same = signature(trace.module)
     structure = find_structure(small)
 
@@ -222,8 +223,11 @@ def _relative(name: str, block: str) -> str:
     return "" if name == block else name.removeprefix(f"{block}.")
 
 
-def _relative_table(kind: _Kind, small: nn.Module, real: nn.Module | None) -> ShardingTable:
+def _relative_table(
+    kind: _Kind, small: nn.Module, real: nn.Module | None, units: Mapping[int, int] | None = None
+) -> ShardingTable:
     """The table of one kind, names relative to the block, parts those of ``real`` (None: of the small block)."""
+    units = units or {}
     modules: dict[str, ModuleSplit] = {}
     params: dict[str, ParamCut] = {}
     values: dict[str, tuple[LocalValue, ...]] = {}
@@ -248,29 +252,43 @@ def _relative_table(kind: _Kind, small: nn.Module, real: nn.Module | None) -> Sh
         elif mode is Mode.SHARES:
             params |= {_relative(p, kind.block): ParamCut() for p in region.params}
     if real is not None:
-        modules = {n: replace(s, parts=_real_parts(n, s, real)) for n, s in modules.items()}
-        params = {n: replace(c, parts=_real_cut(n, c, small_block, real)) for n, c in params.items()}
+        modules = {n: replace(s, parts=_real_parts(n, s, real, units)) for n, s in modules.items()}
+        params = {n: replace(c, parts=_real_cut(n, c, real, units)) for n, c in params.items()}
+        values = {n: tuple(_real_value(v, units) for v in numbers) for n, numbers in values.items()}
     return ShardingTable(kind.problem.degree, modules, params, values, _refused(kind))
 
 
-def _real_parts(name: str, split: ModuleSplit, real: nn.Module) -> tuple[int, ...]:
+def _real_parts(name: str, split: ModuleSplit, real: nn.Module, units: Mapping[int, int]) -> Parts:
     if not split.parts:
         return ()
     module: Any = real.get_submodule(name)
     size = module.out_features if isinstance(module, nn.Linear) else module.nf
-    return _scaled(name, split.parts, int(size))
+    return _scaled(name, split.parts, int(size), units)
 
 
-def _real_cut(name: str, cut: ParamCut, small_block: nn.Module, real: nn.Module) -> tuple[int, ...]:
-    return () if cut.dim is None else _scaled(name, cut.parts, real.get_parameter(name).shape[cut.dim])
+def _real_cut(name: str, cut: ParamCut, real: nn.Module, units: Mapping[int, int]) -> Parts:
+    return () if cut.dim is None else _scaled(name, cut.parts, real.get_parameter(name).shape[cut.dim], units)
 
 
-def _scaled(name: str, parts: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _scaled(name: str, parts: Parts, size: int, units: Mapping[int, int]) -> Parts:
     found = scaled(parts, size)
     if found is None:
-        rule = f"are {list(parts)} in a small copy, and {size} has no such parts"
+        rule = f"are {[part.size for part in parts]} in a small copy, and {size} has no such parts"
         raise PlanError(f"the parts of {name}", rule, "Use tp=1")
-    return found
+    return tuple(part._replace(units=units.get(part.units, part.units)) for part in found)
+
+
+def _real_value(value: LocalValue, units: Mapping[int, int]) -> LocalValue:
+    """A number of heads that ranks share is that of the real model."""
+    if value.times == 1:
+        return replace(value, over=units.get(value.over, value.over))
+    return replace(value, times=units.get(value.times, value.times))
+
+
+def _shared_heads(small: nn.Module, model: nn.Module, degree: int) -> dict[int, int]:
+    """Key/value heads of the small copy -> those of the real model, where there are fewer than ranks."""
+    few, many = (getattr(text_config(m), "num_key_value_heads", None) for m in (small, model))
+    return {few: many} if few is not None and many is not None and 1 < few < degree else {}
 
 
 def _refused(kind: _Kind) -> dict[str, str]:

@@ -111,8 +111,7 @@ def set_forward(
     if style in (Style.COLUMN_GATHER, Style.ROW_SPLIT):
         _check_even(name, _Layer(base, None), style, group)
     context = _Context(split, group, shared)
-    rows = _kv_rows(base, split, group) if style is Style.KV_SLICE else slice(None)
-    module.forward = _FORWARDS[style](_Layer(base, low_rank(module, rows)), context)  # type: ignore[method-assign]
+    module.forward = _FORWARDS[style](_Layer(base, low_rank(module)), context)  # type: ignore[method-assign]
 
 
 def _check_even(name: str, layer: _Layer, style: Style, group: TensorGroup) -> None:
@@ -127,13 +126,6 @@ def whole_features(module: nn.Module, style: Style) -> int | None:
     if isinstance(module, Conv1D):
         return int(module.nf) if style is Style.COLUMN_GATHER else None
     return int(module.out_features if style is Style.COLUMN_GATHER else module.in_features)  # type: ignore[arg-type]
-
-
-def _kv_rows(module: nn.Module, split: ModuleSplit, group: TensorGroup) -> slice:
-    """Rows of the key/value head that this rank's query heads attend to (more ranks than such heads)."""
-    rows = module.weight.shape[0] // split.units  # type: ignore[union-attr,operator]
-    head = group.rank * split.units // group.size
-    return slice(head * rows, (head + 1) * rows)
 
 
 def _column_forward(layer: _Layer, context: _Context) -> Forward:
@@ -172,24 +164,12 @@ def _row_split_forward(layer: _Layer, context: _Context) -> Forward:
     return forward
 
 
-def _kv_slice_forward(layer: _Layer, context: _Context) -> Forward:
-    rows = _kv_rows(layer.module, context.split, context.group)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        x, bias = context.read(x), layer.bias
-        out = F.linear(x, layer.weight[rows], None if bias is None else bias[rows])
-        return add_low_rank(out, x, layer.path)
-
-    return forward
-
-
 _FORWARDS: dict[Style, Callable[[_Layer, _Context], Forward]] = {
     Style.COLUMN: _column_forward,
     Style.VOCAB_HEAD: _column_forward,
     Style.ROW: _row_forward,
     Style.COLUMN_GATHER: _column_gather_forward,
     Style.ROW_SPLIT: _row_split_forward,
-    Style.KV_SLICE: _kv_slice_forward,
 }
 
 

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.spec.layout import ParamLayout, chunk_range
-
-Ranges = tuple[tuple[int, int], ...]
+from shardwise.spec.layout import ParamLayout, Range, Ranges, chunk_range
 
 
-def part_ranges(parts: Sequence[int], degree: int, rank: int) -> Ranges:
-    """What ``rank`` holds of a dim that is ``parts`` side by side: its chunk of each, ascending.
+class Part(NamedTuple):
+    """``size`` elements of a dim, of which each rank holds a chunk; or ``units`` equal ones, fewer than ranks.
 
-    ``((4, 2), 2, 1) -> ((2, 4), (5, 6))``
+    Then neighbouring ranks hold the same one (a key head, where there are more ranks than such heads).
+    """
+
+    size: int
+    units: int = 0
+
+    def range_of(self, degree: int, rank: int) -> Range:
+        """What ``rank`` holds of this part, counted from its start."""
+        if not self.units:
+            return chunk_range(self.size, degree, rank)
+        width, unit = self.size // self.units, rank * self.units // degree
+        return unit * width, (unit + 1) * width
+
+
+Parts = tuple[Part, ...]
+
+
+def part_ranges(parts: Sequence[Part], degree: int, rank: int) -> Ranges:
+    """What ``rank`` holds of a dim that is ``parts`` side by side, ascending.
+
+    ``((4,), (2,)), 2, 1 -> ((2, 4), (5, 6))``
     """
     ranges, offset = [], 0
-    for size in parts:
-        start, stop = chunk_range(size, degree, rank)
+    for part in parts:
+        start, stop = part.range_of(degree, rank)
         ranges.append((offset + start, offset + stop))
-        offset += size
+        offset += part.size
     return merged(ranges) or ((0, 0),)
 
 
-def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
+def merged(ranges: Sequence[Range]) -> Ranges:
     """``ranges`` without empty ones, neighbours joined."""
-    out: list[tuple[int, int]] = []
+    out: list[Range] = []
     for start, stop in ranges:
         if start == stop:
             continue
@@ -43,40 +63,49 @@ def intervals(indices: Sequence[int]) -> Ranges:
     return merged([(i, i + 1) for i in indices])
 
 
-def find_parts(held: Sequence[Sequence[int]], size: int) -> tuple[int, ...] | None:
-    """The parts by which ``part_ranges`` gives each rank the indices that it needs, None where there are none.
+def find_parts(held: Sequence[Sequence[int]], size: int) -> Parts | None:
+    """The parts by which :func:`part_ranges` gives each rank the indices that it needs, None where there are none.
 
     Args:
         held: for each rank the ascending indices of a dim of ``size`` elements that its share depends on.
     """
     degree = len(held)
+    if degree < 2 or {i for indices in held for i in indices} != set(range(size)):
+        return None  # an element that no rank needs
+    if all(len(indices) == size for indices in held):
+        return None  # every rank needs all
     cuts = [intervals(indices) for indices in held]
-    if sorted(i for indices in held for i in indices) != list(range(size)):
-        return None  # a gap, or an element that two ranks need
-    starts = [start for start, _ in cuts[0]]
-    parts = tuple(b - a for a, b in zip(starts, [*starts[1:], size], strict=True))
-    if starts[:1] != [0] or any(merged(part_ranges(parts, degree, rank)) != cuts[rank] for rank in range(degree)):
+    # What is one interval on this rank may be two parts that touch: it is cut where any rank begins or ends.
+    bounds = sorted({bound for own in cuts for span in own for bound in span})
+    atoms = [_cut_at(own, bounds) for own in cuts]
+    if len({len(own) for own in atoms}) != 1:
         return None
-    return parts
-
-
-def find_units(held: Sequence[Sequence[int]], size: int) -> int | None:
-    """The number of equal units of which each rank needs one, fewer units than ranks; None where it is not so."""
-    degree = len(held)
-    width = len(held[0])
-    if not width or size % width or not 1 < size // width < degree or degree % (size // width):
+    parts = []
+    for spans in zip(*atoms, strict=True):
+        distinct = sorted(set(spans))
+        units = len(distinct) if len(distinct) < degree else 0
+        parts.append(Part(distinct[-1][1] - distinct[0][0], units))
+    found = tuple(parts)
+    if sum(part.size for part in found) != size or any(part.units and part.size % part.units for part in found):
         return None
-    units = size // width
-    wanted = [list(range(r * units // degree * width, (r * units // degree + 1) * width)) for r in range(degree)]
-    return units if [list(indices) for indices in held] == wanted else None
+    return found if all(merged(part_ranges(found, degree, rank)) == cuts[rank] for rank in range(degree)) else None
 
 
-def scaled(parts: Sequence[int], size: int) -> tuple[int, ...] | None:
+def _cut_at(ranges: Ranges, bounds: Sequence[int]) -> list[Range]:
+    """``ranges`` cut at those of ``bounds`` that lie inside of them."""
+    out = []
+    for start, stop in ranges:
+        inner = [start, *(bound for bound in bounds if start < bound < stop), stop]
+        out += list(itertools.pairwise(inner))
+    return out
+
+
+def scaled(parts: Sequence[Part], size: int) -> Parts | None:
     """``parts`` of a small copy as those of a dim of ``size``, in the same proportions; None where a rest is left."""
-    total = sum(parts)
-    if any(part * size % total for part in parts):
+    total = sum(part.size for part in parts)
+    if any(part.size * size % total for part in parts):
         return None
-    return tuple(part * size // total for part in parts)
+    return tuple(part._replace(size=part.size * size // total) for part in parts)
 
 
 def local_parameter(parameter: nn.Parameter, layout: ParamLayout) -> nn.Parameter:

@@ -14,19 +14,11 @@ import torch
 from torch import nn
 
 from shardwise.spec.layout import chunk_range
-from shardwise.tensor.parts import find_parts, find_units
+from shardwise.tensor.parts import Parts, find_parts
 from shardwise.tensor.table import ParamCut
 from shardwise.tensor.trace import BlockTrace, Product, supports
 
 ENTRY, EXIT = "entry", "exit"
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The features of a source that each rank needs: its chunk of each of ``parts``, or one of ``units`` equal ones."""
-
-    parts: tuple[int, ...] = ()
-    units: int = 0
 
 
 @dataclass
@@ -37,7 +29,7 @@ class Region:
         sources: names of the products whose results it reads; ``ENTRY``: the block's input.
         sinks: names of the products that read its results; ``EXIT``: the block's result.
         params: full names of the parameters that take part in it, those of products left out.
-        chunked: source -> how its features are chunked, where the region is split; the other sources stay whole.
+        chunked: source -> the parts of its features, where the region is split; the other sources stay whole.
         narrow: sinks that read a part of their features, where the region is split; the others read shares.
         cuts: parameter -> its cut, where the region is split.
         splittable: whether there is such a split.
@@ -46,7 +38,7 @@ class Region:
     sources: set[str] = field(default_factory=set)
     sinks: set[str] = field(default_factory=set)
     params: set[str] = field(default_factory=set)
-    chunked: dict[str, Chunks] = field(default_factory=dict)
+    chunked: dict[str, Parts] = field(default_factory=dict)
     narrow: set[str] = field(default_factory=set)
     cuts: dict[str, ParamCut] = field(default_factory=dict)
     splittable: bool = False
@@ -110,7 +102,7 @@ def _find_split(region: Region, products: dict[str, Product], params: dict[str, 
             ranges = [chunk_range(product.in_features, degree, rank) for rank in range(degree)]
             needs[sink] = supports(product.inputs[0], ranges, leaves)
     chunks = {
-        sink: {name: own for i, name in enumerate(names) if (own := _feature_chunks([row[i] for row in found]))}
+        sink: {name: own for i, name in enumerate(names) if (own := _feature_parts([row[i] for row in found]))}
         for sink, found in needs.items()
     }
     region.narrow = {sink for sink, found in chunks.items() if found}
@@ -135,17 +127,10 @@ def _is_read(found: list[list[torch.Tensor | None]], index: int) -> bool:
     return any(row[index] is not None for row in found)
 
 
-def _feature_chunks(needed: Sequence[torch.Tensor | None]) -> Chunks | None:
-    """How the last dim of a source is chunked, where no rank needs all of it."""
+def _feature_parts(needed: Sequence[torch.Tensor | None]) -> Parts | None:
+    """How the last dim of a source is cut, where no rank needs all of it."""
     held = _held(needed, -1)
-    if held is None or needed[0] is None:
-        return None
-    size = needed[0].shape[-1]
-    parts = find_parts(held, size)
-    if parts is not None:
-        return Chunks(parts)
-    units = find_units(held, size)
-    return None if units is None else Chunks(units=units)
+    return None if held is None or needed[0] is None else find_parts(held, needed[0].shape[-1])
 
 
 def _held(needed: Sequence[torch.Tensor | None], dim: int) -> list[list[int]] | None:

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from shardwise.tensor.regions import Chunks, Region
+from shardwise.tensor.parts import Parts
+from shardwise.tensor.regions import Region
 from shardwise.tensor.table import ModuleSplit, Style
 
 # A square matrix that stays whole counts as much as 5 elements moved for each of its rows and tokens: more than any way
@@ -127,13 +128,13 @@ class _Place:
 
     Args:
         narrow: it reads its part of the features.
-        chunks: how its result is chunked, where what follows is split by it.
+        chunks: the parts of its result, where what follows is split by it.
         is_share: it reads whole features, of whose gradient each rank has a share.
         gives_share: of its result's gradient each rank has a share.
     """
 
     narrow: bool
-    chunks: Chunks | None
+    chunks: Parts | None
     is_share: bool
     gives_share: bool
 
@@ -172,12 +173,11 @@ def _linear_choices(problem: Problem, product: str, place: _Place) -> Iterator[C
         if place.chunks is None and not place.gives_share:
             yield Choice(ModuleSplit(Style.ROW), False, 0, 2.0 * outs, 0.0, False)
     elif place.chunks is not None:
-        units, parts = place.chunks.units, place.chunks.parts
-        if units:
-            yield Choice(ModuleSplit(Style.KV_SLICE, group=key, units=units), False, own, 0.0, 0.0, sums_input)
-        else:
-            parts = parts if len(parts) > 1 else ()
-            yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, 0, 0.0, 0.0, sums_input)
+        parts = place.chunks if len(place.chunks) > 1 or place.chunks[0].units else ()
+        # What several ranks hold: they keep more than their share of it.
+        extra = sum(part.size - part.size * part.units // degree for part in place.chunks if part.units)
+        whole = own * extra // max(outs, 1)
+        yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, whole, 0.0, 0.0, sums_input)
     elif place.is_share and not place.gives_share:
         if sizes.inputs % degree == 0:
             yield Choice(ModuleSplit(Style.ROW_SPLIT), False, 0, 2.0 * outs, 0.0, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,29 +55,52 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
         Exception: what a forward raises on its part.
     """
     groups = SimulatedTensorGroup.make(table.degree)
-    splits: list[tuple[nn.Module, dict[str, ParamLayout], torch.Tensor] | None] = [None] * table.degree
+    done: dict[int, _Rank] = {}
 
     def work(rank: int) -> None:
         split = copy.deepcopy(model)
         layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in split.named_parameters()}
         layouts = apply_table(split, table, groups[rank], layouts)
-        splits[rank] = split, layouts, _pass(split, _columns(table, want.logits.shape[-1], rank))
+        logits = _pass(split, _columns(table, want.logits.shape[-1], rank))
+        done[rank] = _Rank(layouts, logits, {name: p.grad for name, p in split.named_parameters()})
 
     _in_threads(work, groups)
-    ranks = [done for done in splits if done is not None]
-    gradients = [{name: p.grad for name, p in split.named_parameters()} for split, _, _ in ranks]
+    ranks = [done[rank] for rank in range(table.degree)]
     errors: dict[str, float] = {"logits": 0.0}
-    for rank, (_, layouts, logits) in enumerate(ranks):
-        columns = _columns(table, want.logits.shape[-1], rank)
-        errors["logits"] = max(errors["logits"], _error(logits, want.logits[..., columns], 0.0))
-        for name, grad in gradients[rank].items():
-            if layouts[name].tp_partial:
-                shares = [share for other in gradients if (share := other[name]) is not None]
-                grad = torch.stack(shares).sum(0) if shares else None
-            error = _gradient_error(grad, want.gradients[name], layouts[name], want.norm)
+    for index, rank in enumerate(ranks):
+        columns = _columns(table, want.logits.shape[-1], index)
+        errors["logits"] = max(errors["logits"], _error(rank.logits, want.logits[..., columns], 0.0))
+        for name, grad in rank.gradients.items():
+            if rank.layouts[name].tp_partial:
+                error = _shares_error(name, ranks, want)
+            else:
+                error = _gradient_error(grad, want.gradients[name], rank.layouts[name], want.norm)
             errors[name] = max(errors.get(name, 0.0), error)
     where = max(errors, key=lambda name: errors[name])
     return Difference(errors[where], where, groups[0].moved)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank computed: its logits and gradients, and where its parameters lie in the whole."""
+
+    layouts: Mapping[str, ParamLayout]
+    logits: torch.Tensor
+    gradients: Mapping[str, torch.Tensor | None]
+
+
+def _shares_error(name: str, ranks: Sequence[_Rank], want: Reference) -> float:
+    """The error of the sum of the ranks' shares, each at its place in the whole parameter."""
+    total: torch.Tensor | None = None
+    for rank in ranks:
+        share, layout = rank.gradients[name], rank.layouts[name]
+        if share is None:
+            continue
+        total = share.new_zeros(layout.shape) if total is None else total
+        for piece in layout.pieces:
+            total[piece.whole_slices] += share[piece.local_slices]
+    layout = ParamLayout(name, ranks[0].layouts[name].shape)
+    return _gradient_error(total, want.gradients[name], layout, want.norm)
 
 
 def _gradient_error(grad: torch.Tensor | None, whole: torch.Tensor | None, layout: ParamLayout, norm: float) -> float:

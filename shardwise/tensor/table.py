@@ -1,7 +1,7 @@
 """The sharding table: how each module and parameter is split over the tensor axis, and what that costs.
 
 Found by :mod:`shardwise.tensor.search`, proven by :mod:`shardwise.tensor.proof`, stored in ``plan.json``, executed
-by :mod:`shardwise.tensor.execute`. Imports no torch.
+by :mod:`shardwise.tensor.execute`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.tensor.parts import Part, Parts
 
 
 class Style(StrEnum):
@@ -19,7 +20,6 @@ class Style(StrEnum):
 
     COLUMN = "column"  # output features split; all-reduce of the input's gradient, once for a group
     ROW = "row"  # input features split; all-reduce of the output, bias added once
-    KV_SLICE = "kv_slice"  # more tensor ranks than key/value heads: whole weight, each rank computes its head
     VOCAB_EMBEDDING = "vocab_embedding"  # rows split; all-reduce of the output
     VOCAB_HEAD = "vocab_head"  # output features split, logits stay split; all-reduce of the input's gradient
     COLUMN_GATHER = "column_gather"  # as column; all-gather of the output
@@ -41,18 +41,16 @@ class ModuleSplit:
     """The style of one module.
 
     Args:
-        parts: sizes of what lies side by side in the dim that is cut, each cut over all ranks; empty: one part.
+        parts: what lies side by side in the dim that is cut, each cut over all ranks; empty: one part.
         group: modules of one group read the same input, and the gradient of that is summed once for all; empty: the
             input's gradient stays a share of this rank.
         shares: of a gathered output's gradient each rank has a share, which are summed.
-        units: of ``KV_SLICE``: number of heads that the ranks share.
     """
 
     style: Style
-    parts: tuple[int, ...] = ()
+    parts: Parts = ()
     group: str = ""
     shares: bool = False
-    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class ParamCut:
     """
 
     dim: int | None = None
-    parts: tuple[int, ...] = ()
+    parts: Parts = ()
     once: bool = False
 
 
@@ -148,10 +146,7 @@ class ShardingTable:
             return cls(
                 degree=data["degree"],
                 modules={name: _split(split) for name, split in data["modules"].items()},
-                params={
-                    name: ParamCut(**(cut | {"parts": tuple(cut.get("parts", ()))}))
-                    for name, cut in data["params"].items()
-                },
+                params={name: ParamCut(**(cut | {"parts": _parts(cut)})) for name, cut in data["params"].items()},
                 values={
                     name: tuple(LocalValue(**value) for value in values) for name, values in data["values"].items()
                 },
@@ -162,8 +157,12 @@ class ShardingTable:
             raise PlanError("the plan's sharding table", f"is damaged ({error})", "Make the plan again") from None
 
 
+def _parts(data: Mapping[str, Any]) -> Parts:
+    return tuple(Part(*part) for part in data.get("parts", ()))
+
+
 def _split(data: Mapping[str, Any]) -> ModuleSplit:
-    return ModuleSplit(**{**data, "style": Style(data["style"]), "parts": tuple(data.get("parts", ()))})
+    return ModuleSplit(**{**data, "style": Style(data["style"]), "parts": _parts(data)})
 
 
 def _without_defaults(value: ModuleSplit | ParamCut) -> dict[str, Any]:

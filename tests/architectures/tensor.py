@@ -77,19 +77,11 @@ def examine(name: str, degree: int) -> TensorFinding:
 
 
 def whole_share(model: Any, structure: Any, table: Any) -> float:
-    from shardwise.tensor.table import Style
-
-    cut, total = 0, 0
-    whole = (Style.KV_SLICE, Style.SUM_OUTPUT, Style.PARTIAL)
-    for name, parameter in model.get_submodule(structure.blocks).named_parameters(prefix=structure.blocks):
-        total += parameter.numel()
-        split = table.modules.get(name.rpartition(".")[0])
-        listed = table.params.get(name)
-        is_cut = (listed is not None and listed.dim is not None) or (
-            split is not None and split.style not in whole and split.style.value != "experts"
-        )
-        cut += parameter.numel() if is_cut else 0
-    return 1.0 - cut / total
+    """The share of the blocks' parameters that every rank holds whole."""
+    sizes = {
+        name: p.numel() for name, p in model.get_submodule(structure.blocks).named_parameters(prefix=structure.blocks)
+    }
+    return sum(size for name, size in sizes.items() if not table.is_cut(name)) / sum(sizes.values())
 
 
 def _work(name: str, degree: int, sender: Any) -> None:

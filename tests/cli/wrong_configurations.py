@@ -93,7 +93,7 @@ WRONG = [
     _row("broken config", "model={root}/broken", "config.json", "not valid JSON"),
     _row("no decoder", "model={root}/t5", "t5", "is_encoder_decoder", "not available in this version", "llama"),
     _row("experts compiled", "model={root}/experts;train.compile=true", "train.compile = true", "4 experts", "false"),
-    _row("experts by tensors", "model={root}/experts;tp=2", "strategy.tp = 2", "4 in a block", "legal degrees: 1"),
+    _row("experts and heads", "model={root}/experts;tp=3", "strategy.tp = 3", "attention heads", "legal degrees: 1, 2"),
     _row("heads do not divide hidden", "model={root}/bad-heads", "hidden_size = 34", "32, 36"),
     _row("quantised", "model={root}/quantised", "quantization_config", "not available in this version"),
     _row("pickled weights", "model={root}/pickled", "pytorch_model.bin", "safetensors"),

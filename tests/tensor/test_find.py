@@ -13,6 +13,7 @@ from shardwise.errors import PlanError
 from shardwise.models.shrink import build_small
 from shardwise.spec.tolerance import FLOAT64_GRADIENT, PROOF
 from shardwise.tensor.find import find_table
+from shardwise.tensor.parts import Part
 from shardwise.tensor.simulate import compare, reference
 from shardwise.tensor.table import ModuleSplit, ParamCut, ShardingTable, Style
 from tests.parallel.families import family_config
@@ -21,6 +22,10 @@ from tests.tensor.custom import Custom, OddBlock, StubbornBlock, small
 C, R = Style.COLUMN, Style.ROW
 LLAMA = {"self_attn.q_proj": C, "self_attn.k_proj": C, "self_attn.v_proj": C, "self_attn.o_proj": R}
 LLAMA |= {"mlp.gate_proj": C, "mlp.up_proj": C, "mlp.down_proj": R}
+
+
+def _parts(*sizes: int) -> tuple[Part, ...]:
+    return tuple(map(Part, sizes))
 
 
 def _found(model: Any, degree: int = 2) -> tuple[ShardingTable, dict[str, ModuleSplit]]:
@@ -47,7 +52,7 @@ def test_llama_like_blocks_get_the_obvious_table():
 
 def test_gpt2_is_split_by_parts_and_reads_its_own_width():
     table, found = _found(_family("gpt2"))
-    assert found["attn.c_attn"] == ModuleSplit(C, (32, 32, 32), "transformer.h.0.attn.c_attn")
+    assert found["attn.c_attn"] == ModuleSplit(C, _parts(32, 32, 32), "transformer.h.0.attn.c_attn")
     assert found["attn.c_proj"].style is R
     assert [value.attribute for value in table.values["transformer.h.0.attn"]] == ["split_size"]
 
@@ -56,7 +61,7 @@ def test_norms_over_heads_are_partial_or_cut_by_heads():
     table, _ = _found(_family("gemma3_text"))
     assert table.params["model.layers.0.self_attn.q_norm.weight"] == ParamCut()
     table, _ = _found(_family("cohere", use_qk_norm=True))  # a weight for each head
-    assert table.params["model.layers.0.self_attn.q_norm.weight"] == ParamCut(0, (4,))
+    assert table.params["model.layers.0.self_attn.q_norm.weight"] == ParamCut(0, _parts(4))
 
 
 def test_norms_over_all_heads_make_the_attention_gathered():
@@ -68,27 +73,35 @@ def test_norms_over_all_heads_make_the_attention_gathered():
 
 def test_fewer_key_value_heads_than_ranks_share_them():
     table, found = _found(_family("mistral"), degree=4)
-    assert found["self_attn.k_proj"].style is Style.KV_SLICE
-    assert found["self_attn.k_proj"].units == 2
+    assert found["self_attn.k_proj"].parts == (Part(16, 2),)
     assert table.values["model.layers.0.self_attn"]
+
+
+def test_one_key_head_in_a_fused_weight_is_held_by_every_rank():
+    """Falcon's multi-query attention: query rows of each rank, then the key and value rows of all."""
+    table, found = _found(_family("falcon"))
+    assert found["self_attention.query_key_value"].style is C
+    assert found["self_attention.query_key_value"].parts[-1].units == 1
+    assert found["self_attention.dense"].style is R
+    assert table.values
 
 
 def test_experts_are_split_inside():
     table, found = _found(_family("qwen3_moe"))
     assert found["mlp.experts"].style is Style.EXPERTS
-    assert table.params["model.layers.0.mlp.experts.gate_up_proj"] == ParamCut(1, (16, 16))
-    assert table.params["model.layers.0.mlp.experts.down_proj"] == ParamCut(2, (16,))
+    assert table.params["model.layers.0.mlp.experts.gate_up_proj"] == ParamCut(1, _parts(16, 16))
+    assert table.params["model.layers.0.mlp.experts.down_proj"] == ParamCut(2, _parts(16))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_custom_block_in_an_unusual_order(tied):
     model = small(Custom([OddBlock(), OddBlock()], tied=tied))
     table, found = _found(model)
-    assert found["vkq"].parts == (24, 24, 24)
-    assert found["up_and_gate"].parts == (40, 40)
+    assert found["vkq"].parts == _parts(24, 24, 24)
+    assert found["up_and_gate"].parts == _parts(40, 40)
     assert {n: s.style for n, s in found.items()} == {"vkq": C, "mix": R, "up_and_gate": C, "down": R}
     assert found["vkq"].group == found["up_and_gate"].group  # one sum for the input of both
-    assert table.params["blocks.0.temperature"] == ParamCut(0, (4,))
+    assert table.params["blocks.0.temperature"] == ParamCut(0, _parts(4))
     assert compare(model, table, reference(model)).error <= FLOAT64_GRADIENT
 
 
@@ -129,8 +142,8 @@ def test_the_parts_of_the_real_model_follow_its_sizes():
     with torch.device("meta"):
         real = AutoModelForCausalLM.from_config(config)
     table = find_table(real, _family("phi3"), 2)
-    assert table.modules["model.layers.3.self_attn.qkv_proj"].parts == (64, 32, 32)
-    assert table.modules["model.layers.3.mlp.gate_up_proj"].parts == (96, 96)
+    assert table.modules["model.layers.3.self_attn.qkv_proj"].parts == _parts(64, 32, 32)
+    assert table.modules["model.layers.3.mlp.gate_up_proj"].parts == _parts(96, 96)
 
 
 def test_json_round_trip():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.tensor.regions import ENTRY, EXIT, Chunks, Region
+from shardwise.tensor.parts import Part
+from shardwise.tensor.regions import ENTRY, EXIT, Region
 from shardwise.tensor.search import Mode, Problem, Sizes, choices, enumerate_all, solve
 from shardwise.tensor.table import Style
 
@@ -25,10 +26,10 @@ def _attention(degree=2, splittable=True, **sizes):
     whole |= sizes
     residual = Region({ENTRY, "o", "down"}, {"q", "k", "v", "gate", "up", EXIT})
     inner = Region(
-        {"q", "k", "v"}, {"o"}, chunked={n: Chunks((whole[n][1],)) for n in "qkv"}, narrow={"o"}, splittable=splittable
+        {"q", "k", "v"}, {"o"}, chunked={n: (Part(whole[n][1]),) for n in "qkv"}, narrow={"o"}, splittable=splittable
     )
     mlp = Region(
-        {"gate", "up"}, {"down"}, chunked={n: Chunks((96,)) for n in ("gate", "up")}, narrow={"down"}, splittable=True
+        {"gate", "up"}, {"down"}, chunked={n: (Part(96),) for n in ("gate", "up")}, narrow={"down"}, splittable=True
     )
     return Problem(
         products=names,
@@ -75,7 +76,7 @@ def test_latent_attention_sums_where_a_whole_tensor_meets_heads():
     region = Region(
         {"q", "kv_a", "kv_b"},
         {"kv_b", "o"},
-        chunked={"q": Chunks((64,)), "kv_b": Chunks((64,))},
+        chunked={"q": (Part(64),), "kv_b": (Part(64),)},
         narrow={"o"},
         splittable=True,
     )
@@ -104,7 +105,7 @@ def _problems(draw):
         region.splittable = draw(st.booleans())
         for source in sorted(region.sources):
             if draw(st.booleans()):
-                region.chunked[source] = Chunks((8,))
+                region.chunked[source] = (Part(8),)
         region.narrow = {sink for sink in sorted(region.sinks) if draw(st.booleans())}
     groups = {n: draw(st.sampled_from(names)) for n in names}
     widths = {g: draw(st.integers(1, 64)) for g in names}  # members of a group read one tensor
