@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--adapter", help="PEFT folder to start from, so that all sides start alike")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     SIDES[options.side](options)
@@ -53,11 +53,10 @@ def _load(options: argparse.Namespace, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **settings)
-    if options.lora:
-        from peft import LoraConfig, get_peft_model
+    if options.adapter:
+        from peft import PeftModel
 
-        config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, config)
+        model = PeftModel.from_pretrained(model, options.adapter, is_trainable=True)
     return model.train()
 
 
@@ -69,11 +68,23 @@ def _loop(options: argparse.Namespace, model: Any) -> None:
     for step, ids in enumerate(_batches(options), start=1):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        _clip(parameters)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         value = loss.detach()
         _say(options, step, float(value.full_tensor() if hasattr(value, "full_tensor") else value))
+
+
+def _clip(parameters: list[Any]) -> None:
+    """Torch's clipping takes no mixture of DTensors and plain tensors; then the same by hand."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(hasattr(grad, "full_tensor") for grad in grads):
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        return
+    squares = [grad.norm() ** 2 for grad in grads]
+    total = sum(float(s.full_tensor() if hasattr(s, "full_tensor") else s) for s in squares) ** 0.5
+    for grad in grads:
+        grad.mul_(min(1.0, MAX_GRAD_NORM / (total + 1e-6)))
 
 
 def plain(options: argparse.Namespace) -> None:

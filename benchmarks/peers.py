@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -123,8 +124,16 @@ def command(job: Job, options: argparse.Namespace, rows: Path, out: Path) -> tup
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"] if job.ranks > 1 else []
     side = Path(__file__).with_name("peer_side.py")
     arguments = [*(f"--side={job.side}", f"--model={model}", f"--rows={rows}"), f"--out={out / 'steps.jsonl'}"]
-    arguments += [f"--steps={options.steps}", *(["--lora"] if job.lora else [])]
+    arguments += [f"--steps={options.steps}", *([f"--adapter={options.adapter}"] if job.lora else [])]
     return [options.peers_python, *start, str(side), *arguments], out / "steps.jsonl"
+
+
+def write_adapter(options: argparse.Namespace, rows: Path, out: Path) -> Path:
+    """The adapter that ours starts from, in PEFT's format: one step with a learning rate of 0, exported."""
+    job = Job("lora one", "ours", 1, lora=True)
+    settings = ["train.max_steps=1", "train.learning_rate=0", "save.export=true"]
+    subprocess.run([*command(job, options, rows, out)[0], *settings], check=True, capture_output=True)
+    return next(out.rglob("adapter_model.safetensors")).parent
 
 
 def run_job(job: Job, options: argparse.Namespace, rows: Path, out: Path, measured: Measured) -> None:
@@ -196,6 +205,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardwise-peers-") as folder:
         rows = Path(folder) / "rows.jsonl"
         write_rows(rows, vocab, options.steps)
+        if any(job.lora for job in chosen):
+            options.adapter = write_adapter(options, rows, Path(folder) / "adapter")
         for turn in range(options.rounds):
             for index, (job, values) in enumerate(measured.items()):
                 if not values.failed:
