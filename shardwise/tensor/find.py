@@ -57,8 +57,13 @@ def find_table(model: nn.Module, small: nn.Module, degree: int) -> ShardingTable
     Raises:
         PlanError: no block can be split, or the vocabulary cannot.
     """
+    return find_tables(model, small, degree)[0]
+
+
+def find_tables(model: nn.Module, small: nn.Module, degree: int) -> tuple[ShardingTable, ShardingTable]:
+    """The table of ``model``, and the same choices on ``small``, where they were proven."""
     if degree == 1:
-        return ShardingTable(1)
+        return ShardingTable(1), ShardingTable(1)
     structure, small_structure = find_structure(model), find_structure(small)
     want = reference(small)
     sizes = {signature(block): block for block in model.get_submodule(structure.blocks)}
@@ -68,21 +73,22 @@ def find_table(model: nn.Module, small: nn.Module, degree: int) -> ShardingTable
         if key not in kinds and key in sizes:
             kinds[key] = _find_kind(small, trace, sizes[key], degree, want)
     tables = {key: _relative_table(kind, small, None) for key, kind in kinds.items()}
-    with_ends = _proven_ends(small, small_structure, tables, degree, want)
+    proven = _proven_table(small, small_structure, tables, degree, want)
     units = _shared_heads(small, model, degree)
     tables = {key: _relative_table(kind, small, sizes[key], units) for key, kind in kinds.items()}
+    with_ends = small_structure.head in proven.modules or small_structure.embedding in proven.modules
     table = _spread(model, structure, tables, degree, _ends(model, structure) if with_ends else {})
-    return replace(table, cost=_cost(model, structure, table, kinds))
+    return replace(table, cost=_cost(model, structure, table, kinds)), proven
 
 
-def _proven_ends(
+def _proven_table(
     small: nn.Module,
     structure: Structure,
     tables: Mapping[Signature, ShardingTable],
     degree: int,
     want: Reference,
-) -> bool:
-    """Prove the table of the whole small model; whether embedding and head are split in it.
+) -> ShardingTable:
+    """The table of the whole small model, with embedding and head split where that is right.
 
     Raises:
         PlanError: it differs from one process with and without them.
@@ -90,13 +96,14 @@ def _proven_ends(
     value, remedy = f"strategy.tp = {degree}", "Use tp=1, and pp or dp_shard in its place"
     rule = ""
     for ends in (_ends(small, structure), {}):
+        table = _spread(small, structure, tables, degree, ends)
         try:
-            difference = compare(small, _spread(small, structure, tables, degree, ends), want)
+            difference = compare(small, table, want)
         except Exception as error:  # whatever a foreign forward raises on its part
             rule = f"its split does not run on a small copy ({type(error).__name__}: {error})"
             continue
         if difference.error <= PROOF:
-            return bool(ends)
+            return table
         rule = f"on a small copy the split differs from one process ({difference.where}: {difference.error:.1e})"
     raise PlanError(value, rule, remedy)
 

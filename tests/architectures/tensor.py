@@ -46,7 +46,7 @@ def examine(name: str, degree: int) -> TensorFinding:
 
     from shardwise.models.shrink import build_small, shrink
     from shardwise.models.structure import find_structure
-    from shardwise.tensor.find import find_table
+    from shardwise.tensor.find import find_tables
     from shardwise.tensor.simulate import compare, reference
 
     warnings.simplefilter("ignore")
@@ -59,10 +59,9 @@ def examine(name: str, degree: int) -> TensorFinding:
         with torch.device("meta"):
             real = AutoModelForCausalLM.from_config(config)
         start = time.monotonic()
-        table = find_table(real, small, degree)
+        table, own = find_tables(real, small, degree)
         finding.seconds = time.monotonic() - start
         finding.result = "ok"
-        own = find_table(small, small, degree)
         structure = find_structure(small)
         finding.styles = {k: v.style.value for k, v in own.modules.items()}
         finding.values = {k: [x.attribute for x in v] for k, v in own.values.items()}
@@ -70,10 +69,36 @@ def examine(name: str, degree: int) -> TensorFinding:
         want = reference(small)
         finding.moved = sum(compare(small, own, want).moved.values())
         finding.whole = whole_share(small, structure, own)
+        _compare_with_published(finding, small, structure, own, want)
     except Exception as error:
         finding.result = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         finding.trace = traceback.format_exc()[-1500:]
     return finding
+
+
+def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, own: Any, want: Any) -> None:
+    """Run the published plan on the same ranks, and count the same things."""
+    from shardwise.spec.tolerance import PROOF
+    from shardwise.tensor.simulate import compare
+    from tests.architectures.published import published_table
+
+    theirs, unknown = published_table(small, structure, own)
+    finding.published = theirs is not None
+    if theirs is None:
+        return
+    finding.published_styles = {k: v.style.value for k, v in theirs.modules.items()}
+    finding.published_whole = whole_share(small, structure, theirs)
+    try:
+        difference = compare(small, theirs, want)
+    except Exception as error:
+        finding.published_result = " ".join(f"does not run: {type(error).__name__}: {error}".split())[:200]
+        return
+    finding.published_moved = sum(difference.moved.values())
+    finding.published_result = (
+        "right" if difference.error <= PROOF else f"differs by {difference.error:.1e} at {difference.where}"
+    )
+    if unknown:
+        finding.published_result += f", without {sorted(unknown)}"
 
 
 def whole_share(model: Any, structure: Any, table: Any) -> float:
@@ -133,10 +158,24 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(f) for f in findings], indent=1))
 
 
+def verdict(f: TensorFinding) -> str:
+    """Ours beside the published plan."""
+    if not f.published:
+        return "none published"
+    if f.styles == f.published_styles:
+        return "same"
+    if not f.published_result.startswith("right"):
+        return "published is not right here"
+    better = f.whole <= f.published_whole + 1e-9 and f.moved <= f.published_moved + 1e-9
+    return "no more of both" if better else "MORE"
+
+
 def show(f: TensorFinding) -> None:
     styles = sorted(set(f.styles.values()) - {"vocab_embedding", "vocab_head"})
     print(
-        f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles}", flush=True
+        f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles} | {verdict(f)}"
+        + (f": {f.published_result}, {f.published_whole:.3f} {f.published_moved:.0f}" if f.published else ""),
+        flush=True,
     )
 
 
