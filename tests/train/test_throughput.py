@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from shardwise.models.shard import Shard
 from shardwise.spec.flops import step_flops
+from shardwise.spec.layout import ParamLayout, over_tensor_ranks
 from shardwise.spec.plan import Plan
 from shardwise.testing import run_distributed
 from shardwise.train.throughput import Throughput, count_adapter_parameters, device_name
@@ -17,15 +17,14 @@ from tests.parallel.harness import strategy
 from tests.spec.model_folder import make_spec
 
 
-def _shard(name: str, size: int, owned: bool) -> Any:
-    return SimpleNamespace(layout=SimpleNamespace(name=name, owned=owned), data=torch.zeros(size))
-
-
 def _count(rank: int, adapters: bool) -> int | None:
-    shards = [_shard("model.layers.0.mlp.up_proj.base_layer.weight", 100, owned=True)]
-    if adapters:  # A is whole on both ranks and owned once, B is cut
-        name = "model.layers.0.mlp.up_proj.lora_"
-        shards += [_shard(f"{name}A.default.weight", 12, owned=rank == 0), _shard(f"{name}B.default.weight", 20, True)]
+    name = "model.layers.0.mlp.up_proj"
+    layouts = [ParamLayout(f"{name}.base_layer.weight", (10, 10))]
+    if adapters:  # A is whole on both ranks and owned once, B is cut, and both hold two of its rows
+        layouts.append(ParamLayout(f"{name}.lora_A.default.weight", (4, 3), owned=rank == 0))
+        rows = ParamLayout(f"{name}.lora_B.default.weight", (10, 4))
+        layouts.append(over_tensor_ranks(rows, 0, [((0, 6),), ((4, 10),)], rank))
+    shards = [Shard(layout, torch.nn.Parameter(torch.zeros(layout.local_shape))) for layout in layouts]
     return count_adapter_parameters(shards, torch.device("cpu"))
 
 
