@@ -84,19 +84,24 @@ def checkpoints_now(output_dir: Path) -> Path:
 
 
 class ReplacesPrevious(Callback):
-    """With its first step or evaluation a run has replaced the one before it."""
+    """With its first step a run has replaced the one before it.
+
+    One that was told to overwrite has done so with an evaluation, too. One that only evaluates what it goes on from
+    leaves the header of the run that it found.
+    """
 
     main_only = True
     may_stop = False
 
     def on_train_begin(self, info: RunInfo) -> None:
-        self._folder = info.output_dir
+        self._folder, self._overwrites = info.output_dir, info.run.overwrite
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         discard(self._folder)
 
     def on_evaluate(self, metrics: Mapping[str, Any]) -> None:
-        discard(self._folder)
+        if self._overwrites:
+            discard(self._folder)
 
 
 def _remove(path: Path) -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.previous import HEADER, RESULTS, checkpoints_now, discard, put_back, set_aside
+from shardwise.spec.run import RunConfig
+from shardwise.train.callbacks import RunInfo
+from shardwise.train.previous import (
+    HEADER,
+    RESULTS,
+    ReplacesPrevious,
+    checkpoints_now,
+    discard,
+    put_back,
+    set_aside,
+)
 
 
 def _content(folder: Path) -> dict[str, str]:
@@ -45,6 +55,21 @@ def test_an_attempt_that_makes_no_step_leaves_what_was_there(output: Path) -> No
     assert put_back(output)
     assert _content(output) == before | {"logs/rank-0.log": "old\nnew\n"}
     assert not put_back(output)
+
+
+@pytest.mark.parametrize(("overwrite", "names"), [(True, RESULTS), (False, HEADER)])
+def test_an_evaluation_alone_replaces_what_it_was_told_to_overwrite(
+    output: Path, overwrite: bool, names: tuple[str, ...]
+) -> None:
+    set_aside(output, names)
+    _attempt(output)
+    callback = ReplacesPrevious()
+    run = RunConfig(model="m", overwrite=overwrite)
+    callback.on_train_begin(RunInfo(run, output, 0, 1, first_step=0, total_steps=9, model=None))
+    callback.on_evaluate({"kind": "eval", "step": 0})
+    assert put_back(output) is not overwrite
+    assert (output / "run.yaml").read_text() == ("new" if overwrite else "old run.yaml")
+    assert (output / "export").exists() is not overwrite
 
 
 def test_a_resumed_attempt_keeps_what_it_did_not_replace(output: Path) -> None:
