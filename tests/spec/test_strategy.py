@@ -260,6 +260,29 @@ def test_a_run_resolves_to_its_own_degrees_or_each_remedy_removes_the_refusal(
     Plan(model, strategy, resolved_rows, "cpu")  # what is resolved is also a legal plan
 
 
+@hypothesis_settings(deadline=None)
+@given(st.integers(1, 9), st.none() | st.integers(2, 5), st.integers(1, 12))
+def test_the_remedies_of_interleaved_stages_lead_to_a_run(
+    model: ModelSpec, pp: int, virtual: int | None, num_blocks: int
+) -> None:
+    given: dict[str, Any] = {"pp": pp, "schedule": "interleaved", "virtual_stages": virtual}
+    sized = replace(model, num_blocks=num_blocks)
+    for _ in range(3):  # pp=2 in place of pp=1 may be more stages than blocks, which the next message says
+        try:
+            strategy, rows = resolve(_run(given, None, None), sized, 1)
+        except PlanError as error:
+            if "with strategy.schedule=1f1b" in error.remedy:
+                given = {"schedule": "1f1b"}
+            changes = re.findall(r"strategy\.(pp|virtual_stages)=(\d+)", error.remedy)
+            assert changes, error
+            given |= {name: int(number) for name, number in changes}
+            continue
+        assert (len(strategy.stages), sum(strategy.stages)) == (strategy.num_stages, num_blocks)
+        Plan(sized, strategy, rows, "cpu")
+        return
+    raise AssertionError(f"no remedy works for {given}")
+
+
 def test_no_rank_is_left_without_a_part_of_the_vocabulary(tmp_path: Path) -> None:
     assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, vocab_size=5)) == [1, 2]  # 2, 2, 1, 0
     assert legal_tensor_degrees(make_spec(tmp_path, num_attention_heads=4, vocab_size=7)) == [1, 2, 4]  # 2, 2, 2, 1
