@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.models.shrink import build_small, shrink
 from shardwise.parallel.dropout import refuse_dropout_by_function
 from shardwise.parallel.mesh import Mesh
@@ -49,6 +50,15 @@ def proven_table(model: PreTrainedModel, degree: int) -> ShardingTable:
     Raises:
         PlanError: no small copy can be built, the split of it differs from the whole, or dropout cannot be kept alike.
     """
-    small = build_small(shrink(model.config, degree=degree))
-    refuse_dropout_by_function(small, degree)
-    return find_table(model, small, degree)
+    reason = ""
+    for dtype in (torch.float64, torch.float32):  # some forwards know no float64
+        try:
+            small = build_small(shrink(model.config, degree=degree), dtype)
+            refuse_dropout_by_function(small, degree)
+            return find_table(model, small, degree)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # whatever a foreign forward raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+    rule = f"a small copy of {type(model).__name__} does not run ({reason})"
+    raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, and pp or dp_shard in its place")

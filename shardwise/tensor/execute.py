@@ -66,10 +66,20 @@ def apply_table(
         split = table.modules[name]
         once = [n.rpartition(".")[2] for n, c in table.params.items() if c.once and n.rpartition(".")[0] == name]
         set_forward(name, module, split, group, shared.get(split.group), once)
-    for name, module in model.named_modules():
-        if name in table.values:
-            read_locally(module, table.values[name])
+    for name, values in table.values.items():
+        module = _present(model, name)
+        if module is not None:
+            read_locally(module, values)
     return layouts
+
+
+def _present(model: nn.Module, name: str) -> nn.Module | None:
+    """A module that this stage owns; what stands in for those of other stages has no parameters."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return module if next(module.parameters(), None) is not None else None
 
 
 def read_locally(module: nn.Module, values: tuple[LocalValue, ...]) -> None:

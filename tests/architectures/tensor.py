@@ -173,7 +173,8 @@ def verdict(f: TensorFinding) -> str:
 def show(f: TensorFinding) -> None:
     styles = sorted(set(f.styles.values()) - {"vocab_embedding", "vocab_head"})
     print(
-        f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles} | {verdict(f)}"
+        f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles}"
+        f" | {verdict(f)}"
         + (f": {f.published_result}, {f.published_whole:.3f} {f.published_moved:.0f}" if f.published else ""),
         flush=True,
     )
