@@ -19,6 +19,7 @@ from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import agree_on_table, tensor_group
 from shardwise.tensor.execute import apply_table
+from shardwise.tensor.positions import Positions
 from shardwise.tensor.table import ShardingTable, Style
 
 
@@ -53,11 +54,13 @@ def parallelize(
     routers = take_routers(model)
     inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)
-    layouts = apply_table(model, table, tensor_group(mesh), layouts)
+    group = tensor_group(mesh)
+    positions = None if group is None or table.sequence is None else Positions(group)
+    layouts = apply_table(model, table, group, layouts, positions)
     if routers is not None:
-        stage.balance = Balance(model, stage.blocks, routers)
+        stage.balance = Balance(model, stage.blocks, routers, positions)
     stage.dropout = DropoutStreams(seed, mesh)
-    install_dropout(model, table, mesh, stage.dropout)
+    install_dropout(model, table, mesh, stage.dropout, positions)
     compile_blocks(stage.blocks, mesh.device, compiled)
     apply_recompute(stage.blocks, strategy.recompute, stage.dropout)
     set_stored_dtypes(model, compute_dtype, mesh)

@@ -88,7 +88,8 @@ class ParallelModel:
             self.stage.balance.begin(lengths, step_tokens)
         loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
         if self.stage.balance is not None:
-            loss += self.stage.balance.finish()
+            balance = self.stage.balance.finish()
+            loss += balance if self.mesh.coordinate("tp") == 0 else 0.0  # every tensor rank has all of it
         if self._replica_sums is not None:
             self._replica_sums.finish()
         sum_gradients(self.shards, self.mesh, self.tied_group)

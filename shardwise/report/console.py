@@ -27,6 +27,8 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
     details = [f"{strategy.schedule} over stages of {', '.join(map(str, strategy.stages))} blocks"]
     if strategy.pp == 1:
         details = []
+    if strategy.sequence_parallel:
+        details.append(f"sequence parallel: norms and the residual stream on 1/{strategy.tp} of the sequence")
     if strategy.dp_shard > 1:
         details.append("ZeRO-3 (reshard)" if strategy.reshard else "ZeRO-2 (no reshard)")
     if strategy.recompute:

@@ -42,6 +42,9 @@ class Plan:
         if self.strategy.tp not in legal:
             rule = f"legal degrees: {', '.join(map(str, legal))}"
             raise PlanError(f"plan with tp = {self.strategy.tp}", rule, "Make the plan again")
+        if self.strategy.sequence_parallel and self.strategy.tp == 1:
+            rule = "cuts the sequence over the tensor ranks, and tp is 1"
+            raise PlanError("plan with sequence_parallel = true", rule, "Make the plan again")
         stages, pp, rows = self.strategy.stages, self.strategy.pp, self.global_batch_size
         if len(stages) != pp or sum(stages) != self.model.num_blocks or min(stages) < 1:
             rule = f"must be {pp} numbers above 0 that sum to the model's {self.model.num_blocks} blocks"

@@ -70,20 +70,29 @@ class Positions:
         missing = self.own - inside.shape[1]
         return torch.cat([inside, out.new_zeros(out.shape[0], missing, *out.shape[2:])], dim=1) if missing else inside
 
-    def of_mask(self, shape: torch.Size) -> tuple[torch.Size, Callable[[torch.Tensor], torch.Tensor]]:
-        """For a random mask of a tensor of ``shape``: the shape of the mask of all positions, and how to take ours.
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """What the ranks hold of their positions ([rows, own, ...] or a list), as [rows, length, ...] on all of them.
 
-        A tensor that holds all positions, or no positions at all, is left as it is.
+        All ranks go on with it alike.
         """
-        first = self.group.rank * self.own
-        index = torch.arange(first, first + self.own).clamp(max=self.length - 1)
+        return self.leave(own.unflatten(0, (self.rows, self.own)) if own.dim() == 2 else own)
+
+    def whole_shape(self, shape: torch.Size) -> torch.Size:
+        """[rows, length, ...] where ``shape`` is that of a tensor of this rank's positions, else ``shape``."""
         if len(shape) > 2 and shape[:2] == (self.rows, self.own):
-            whole = torch.Size((self.rows, self.length, *shape[2:]))
-            return whole, lambda mask: mask.index_select(1, index.to(mask.device))
+            return torch.Size((self.rows, self.length, *shape[2:]))
         if len(shape) == 2 and shape[0] == self.rows * self.own:
-            whole = torch.Size((self.rows, self.length, *shape[1:]))
-            return whole, lambda mask: mask.index_select(1, index.to(mask.device)).flatten(0, 1)
-        return shape, lambda mask: mask
+            return torch.Size((self.rows, self.length, shape[1]))
+        return shape
+
+    def own_mask(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Of a mask of :meth:`whole_shape` that of this rank's tensor of ``shape``, up to its last dim."""
+        if whole.shape[:-1] == shape[:-1]:
+            return whole
+        first = self.group.rank * self.own
+        places = torch.arange(first, first + self.own, device=whole.device).clamp(max=self.length - 1)
+        own = whole.index_select(1, places)
+        return own if len(shape) > 2 else own.flatten(0, 1)
 
 
 def cut_sequence(model: nn.Module, split: SequenceSplit, positions: Positions) -> None:
