@@ -235,6 +235,7 @@ COMMANDS: dict[str, Check] = {
     "shardwise train --model DIR --data FILE.jsonl pp=2 dp_shard=2": is_valid_run,
     RESUMED_RUN: is_valid_resume,
     f"{PLAIN_RUN} tp=2 train.precision=bf16": is_valid_run,
+    f"{PLAIN_RUN} tp=2 sequence_parallel=true": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=interleaved virtual_stages=2": is_valid_run,
     f"{PLAIN_RUN} train.compile=true": is_valid_where_there_is_a_compiler,

@@ -22,6 +22,7 @@ from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import agree_on_table, tensor_group
 from shardwise.spec.layout import ParamLayout
 from shardwise.tensor.execute import apply_table
+from shardwise.tensor.positions import Positions
 from shardwise.tensor.table import ShardingTable, Style
 
 
@@ -76,11 +77,12 @@ def _split_stage(
     compiled: bool,
 ) -> list[Shard]:
     """The steps behind the cut, on one stage of this rank; its shards, in memory."""
-    model = stage.model
-    layouts = apply_table(model, table, tensor_group(mesh), layouts)
+    model, group = stage.model, tensor_group(mesh)
+    positions = None if group is None or table.sequence is None else Positions(group)
+    layouts = apply_table(model, table, group, layouts, positions)
     if routers is not None:
-        stage.balance = Balance(model, stage.blocks, routers)
-    install_dropout(model, table, mesh, dropout)
+        stage.balance = Balance(model, stage.blocks, routers, positions)
+    install_dropout(model, table, mesh, dropout, positions)
     compile_blocks(stage.blocks, mesh.device, compiled)
     apply_recompute(stage.blocks, mesh.strategy.recompute, dropout)
     set_stored_dtypes(model, compute_dtype, mesh)

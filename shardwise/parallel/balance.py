@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.models.routers import Routers
+from shardwise.tensor.positions import Positions
 
 
 class _AddGradient(torch.autograd.Function):
@@ -60,11 +61,15 @@ class Balance:
     """Adds the auxiliary loss of the blocks of one stage to their gradient, and sums its value.
 
     Hooks on a block's routers keep their logits; a hook on the block then attaches the loss to its output.
-    The latter stands outside of recomputation, so the value counts once.
+    The latter stands outside of recomputation, so the value counts once. Where the residual stream is cut along the
+    sequence (``positions``) the logits of all positions are gathered: the fractions are those of whole rows.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], routers: Routers) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: list[nn.Module], routers: Routers, positions: Positions | None = None
+    ) -> None:
         self._routers, self._logits = routers, list[torch.Tensor]()
+        self._positions = positions
         self._lengths: torch.Tensor | None = None
         self._step_tokens, self._micro_batch, self._total = 1, -1, 0.0
         self._mask: torch.Tensor | None = None
@@ -114,6 +119,8 @@ class Balance:
             return out
         mask = self._mask.flatten()
         share = float(mask.sum()) / self._step_tokens
+        if self._positions is not None:
+            kept = [self._positions.whole(logits) for logits in kept]
         weight = self._routers.coefficient * share / len(self._routers.modules)
         loss = sum(balance_loss(logits.flatten(0, -2), mask, self._routers.top_k) for logits in kept) * weight
         assert isinstance(loss, torch.Tensor)

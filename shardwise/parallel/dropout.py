@@ -25,6 +25,7 @@ from shardwise.errors import PlanError
 from shardwise.models.lora import ADAPTER, has_adapter
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import chunk_range
+from shardwise.tensor.positions import Positions
 from shardwise.tensor.table import ShardingTable, Style
 
 
@@ -77,25 +78,42 @@ class SeededDropout(nn.Module):
 
     Args:
         part: (size, start, stop) of the last dim of the whole tensor where this rank computes a part of it.
+        positions: of this rank in the sequence, where the residual stream is cut along it.
     """
 
-    def __init__(self, p: float, name: str, streams: DropoutStreams, part: tuple[int, int, int] | None) -> None:
+    def __init__(
+        self,
+        p: float,
+        name: str,
+        streams: DropoutStreams,
+        part: tuple[int, int, int] | None,
+        positions: Positions | None = None,
+    ) -> None:
         super().__init__()
-        self.p, self._name, self._streams, self._part = p, name, streams, part
+        self.p, self._name, self._streams, self._part, self._positions = p, name, streams, part, positions
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
         size, start, stop = self._part or (x.shape[-1], 0, x.shape[-1])
         shape = torch.Size((*x.shape[:-1], size))
-        mask = self._streams.mask(shape, 1.0 - self.p, self._name, x.device)[..., start:stop]
+        whole = shape if self._positions is None else self._positions.whole_shape(shape)
+        mask = self._streams.mask(whole, 1.0 - self.p, self._name, x.device)[..., start:stop]
+        mask = mask if self._positions is None else self._positions.own_mask(mask, x.shape)
         return x * mask * (1.0 / (1.0 - self.p))
 
 
-def install_dropout(model: nn.Module, table: ShardingTable, mesh: Mesh, streams: DropoutStreams) -> None:
+def install_dropout(
+    model: nn.Module,
+    table: ShardingTable,
+    mesh: Mesh,
+    streams: DropoutStreams,
+    positions: Positions | None = None,
+) -> None:
     """Let every ``nn.Dropout`` of ``model`` draw from ``streams``; without any it is a no-op.
 
-    Those on a replicated tensor keep every tensor rank in step; the adapter of a row layer sees a split one.
+    Those on a replicated tensor keep every tensor rank in step; the adapter of a row layer sees a split one. Where the
+    residual stream is cut along the sequence a rank takes its ``positions`` of the mask of all of them.
     """
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Dropout and module.p > 0]
     for name, module in found:
@@ -106,7 +124,7 @@ def install_dropout(model: nn.Module, table: ShardingTable, mesh: Mesh, streams:
         if has_adapter(layer) and table.style(layer_name) in (Style.ROW, Style.ROW_SPLIT):
             size = layer.base_layer.in_features
             part = (size, *chunk_range(size, table.degree, mesh.coordinate("tp")))
-        setattr(model.get_submodule(parent), child, SeededDropout(module.p, layer_name, streams, part))
+        setattr(model.get_submodule(parent), child, SeededDropout(module.p, layer_name, streams, part, positions))
 
 
 class _Dropouts(TorchFunctionMode):

@@ -90,7 +90,11 @@ class ParallelModel:
             for balance in balances:
                 balance.begin(lengths, step_tokens)
         loss = self._run(ids, targets, positions, 1.0 / num_tokens, backward=True)
-        loss += sum(balance.finish() for balance in balances)
+        if self.mesh.coordinate("tp") == 0:  # every tensor rank has all of it
+            loss += sum(balance.finish() for balance in balances)
+        else:
+            for balance in balances:
+                balance.finish()
         if self._replica_sums is not None:
             self._replica_sums.finish()
         sum_gradients(self.shards, self.mesh, self.tied_group)

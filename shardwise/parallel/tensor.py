@@ -34,7 +34,7 @@ def agree_on_table(model: PreTrainedModel, mesh: Mesh) -> ShardingTable:
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            box[0] = proven_table(model, degree)
+            box[0] = proven_table(model, degree, sequence=mesh.strategy.sequence_parallel)
         except ShardwiseError as error:
             box[0] = error
     dist.broadcast_object_list(box, src=0)
@@ -44,18 +44,22 @@ def agree_on_table(model: PreTrainedModel, mesh: Mesh) -> ShardingTable:
     return table
 
 
-def proven_table(model: PreTrainedModel, degree: int) -> ShardingTable:
+def proven_table(model: PreTrainedModel, degree: int, *, sequence: bool = False) -> ShardingTable:
     """The table of ``model`` over ``degree`` ranks, found and proven on a small copy in this process.
 
+    Args:
+        sequence: whether the residual stream between blocks is cut along the sequence.
+
     Raises:
-        PlanError: no small copy can be built, the split of it differs from the whole, or dropout cannot be kept alike.
+        PlanError: no small copy can be built, the split of it differs from the whole, dropout cannot be kept alike, or
+            tokens of the residual stream depend on each other.
     """
     reason = ""
     for dtype in (torch.float64, torch.float32):  # some forwards know no float64
         try:
             small = build_small(shrink(model.config, degree=degree), dtype)
             refuse_dropout_by_function(small, degree)
-            return find_table(model, small, degree)
+            return find_table(model, small, degree, sequence=sequence)
         except ShardwiseError:
             raise
         except Exception as error:  # whatever a foreign forward raises

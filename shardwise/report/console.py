@@ -24,11 +24,28 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
         f"{model.num_blocks} blocks, {model.num_heads} heads, {model.num_kv_heads} KV heads, "
         f"vocabulary {model.vocab_size}, {ties}",
     )
+    show_line(console, "strategy", f"{'; '.join([str(strategy), *_details(run, plan)])} on {plan.device_type}")
+    gradients = gradient_line(plan)
+    if gradients:
+        show_line(console, "gradients", gradients)
+    console.print(_rank_table(plan))
+    show_line(console, "batch", batch_equation(plan))
+    missing = strategy.pp - plan.num_micro_batches
+    if missing > 0:  # the loader fills them with rows that are not supervised
+        rule = f"{strategy.pp} stages need as many micro-batches: {missing} of {strategy.pp} are empty in each step"
+        show_line(console, "", f"{rule}; a smaller strategy.micro_batch_size fills them")
+
+
+def _details(run: RunConfig, plan: Plan) -> list[str]:
+    """What the degrees alone do not say of a strategy."""
+    model, strategy = plan.model, plan.strategy
     details = [f"{strategy.schedule} over stages of {', '.join(map(str, strategy.stages))} blocks"]
     if strategy.virtual_stages > 1:
         details[0] += f", {strategy.virtual_stages} on each rank"
     if strategy.pp == 1:
         details = []
+    if strategy.sequence_parallel:
+        details.append(f"sequence parallel: norms and the residual stream on 1/{strategy.tp} of the sequence")
     if strategy.dp_shard > 1:
         details.append("ZeRO-3 (reshard)" if strategy.reshard else "ZeRO-2 (no reshard)")
     if strategy.recompute:
@@ -40,17 +57,8 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
     if run.train.compile:
         details.append("compiled blocks")
     if strategy.tp > model.num_kv_heads:
-        details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: k and v are whole on each rank")
-    show_line(console, "strategy", f"{'; '.join([str(strategy), *details])} on {plan.device_type}")
-    gradients = gradient_line(plan)
-    if gradients:
-        show_line(console, "gradients", gradients)
-    console.print(_rank_table(plan))
-    show_line(console, "batch", batch_equation(plan))
-    missing = strategy.pp - plan.num_micro_batches
-    if missing > 0:  # the loader fills them with rows that are not supervised
-        rule = f"{strategy.pp} stages need as many micro-batches: {missing} of {strategy.pp} are empty in each step"
-        show_line(console, "", f"{rule}; a smaller strategy.micro_batch_size fills them")
+        details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: neighbours hold the same head")
+    return details
 
 
 def show_line(console: Console, label: str, text: str) -> None:

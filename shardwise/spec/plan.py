@@ -42,6 +42,9 @@ class Plan:
         if self.strategy.tp not in legal:
             rule = f"legal degrees: {', '.join(map(str, legal))}"
             raise PlanError(f"plan with tp = {self.strategy.tp}", rule, "Make the plan again")
+        if self.strategy.sequence_parallel and self.strategy.tp == 1:
+            rule = "cuts the sequence over the tensor ranks, and tp is 1"
+            raise PlanError("plan with sequence_parallel = true", rule, "Make the plan again")
         _check_stages(self.strategy, self.model.num_blocks)
         rows = self.global_batch_size
         groups = self.strategy.gradient_aggregation_group

@@ -26,6 +26,7 @@ class Strategy:
     ``recompute`` the number of blocks of each stage, from its first, whose activations are
     recomputed in the backward pass (-1: all). ``gradient_aggregation_group`` is the number of buckets in
     which gradients are summed over the data ranks (None: a block each with dp_shard, else 25 MiB each).
+    ``sequence_parallel``: between blocks and in norms a tensor rank holds its part of the sequence alone.
     """
 
     pp: int = 1
@@ -39,6 +40,7 @@ class Strategy:
     recompute: int = 0
     stages: tuple[int, ...] = ()
     gradient_aggregation_group: int | None = None
+    sequence_parallel: bool = False
 
     @property
     def dp(self) -> int:
@@ -130,6 +132,7 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
         recompute=_recompute(given.recompute, stages),
         stages=stages,
         gradient_aggregation_group=given.gradient_aggregation_group,
+        sequence_parallel=_sequence_parallel(run, tp, model),
     )
     return strategy, rows
 
@@ -146,6 +149,15 @@ def _tensor_degree(given: int | None, model: ModelSpec) -> int:
         sizes = f"the vocabulary {model.vocab_size} or the FFN width {model.intermediate_size}"
         rule = f"leaves a rank without a part of {sizes}"
     raise PlanError(f"strategy.tp = {tp}", rule, f"legal degrees: {', '.join(map(str, legal))}")
+
+
+def _sequence_parallel(run: RunConfig, tp: int, model: ModelSpec) -> bool:
+    if run.strategy.sequence_parallel and tp == 1:
+        rule = "cuts the sequence over the tensor ranks, and strategy.tp is 1"
+        legal = [degree for degree in legal_tensor_degrees(model) if degree > 1]
+        other = f"Use strategy.tp={legal[0]}, or leave it out" if legal else "Leave it out"
+        raise PlanError("strategy.sequence_parallel = true", rule, other)
+    return run.strategy.sequence_parallel
 
 
 def _pipeline_stages(given: StrategyConfig, num_blocks: int) -> tuple[int, tuple[int, ...]]:

@@ -20,6 +20,7 @@ _PARTS = {
     Style.ROW: (Style.ROW, Style.PARTIAL),
     Style.COLUMN_GATHER: (Style.PARTIAL, Style.COLUMN),
     Style.ROW_SPLIT: (Style.ROW, Style.PARTIAL),
+    Style.SLICE: (Style.PARTIAL, Style.PARTIAL),
 }
 
 

@@ -67,6 +67,46 @@ class _GatherForward(torch.autograd.Function):
         return grad, None, None
 
 
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int, summed: bool) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        parts = _parts(x, group.size, dim)
+        return group.reduce_scatter(parts) if summed else parts[group.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _joined(grads[0], ctx.group, ctx.dim, ctx.length), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: TensorGroup, dim: int, length: int, shares: bool) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.shares = group, dim, shares
+        return _joined(part, group, dim, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        parts = _parts(grads[0], ctx.group.size, ctx.dim)
+        grad = ctx.group.reduce_scatter(parts) if ctx.shares else parts[ctx.group.rank].clone()
+        return grad, None, None, None, None
+
+
+def _parts(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """[size, ...]: ``dim`` in equal parts, the last ones filled up with zeros."""
+    own = -(-x.shape[dim] // size)
+    missing = own * size - x.shape[dim]
+    if missing:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim=dim)
+    return x.unflatten(dim, (size, own)).movedim(dim, 0).contiguous()
+
+
+def _joined(part: torch.Tensor, group: TensorGroup, dim: int, length: int) -> torch.Tensor:
+    """The ranks' parts of ``dim`` one after the other, the first ``length`` of them."""
+    whole = group.all_gather(part.contiguous()).movedim(0, dim).flatten(dim, dim + 1)
+    return whole.narrow(dim, 0, length)
+
+
 def sum_forward(partial: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Sum of the ranks' partial results (overwrites ``partial``); the gradient passes through."""
     if torch.compiler.is_compiling():
@@ -86,3 +126,21 @@ def gather_forward(part: torch.Tensor, group: TensorGroup, *, shares: bool) -> t
         shares: whether of the result's gradient each rank has a share (they are summed), or all of it.
     """
     return _GatherForward.apply(part, group, shares)
+
+
+def cut(x: torch.Tensor, group: TensorGroup, dim: int, *, summed: bool) -> torch.Tensor:
+    """This rank's equal part of ``dim`` (behind its end: zeros); the gradient is that of the whole dim on every rank.
+
+    Args:
+        summed: whether the ranks hold partial results, which are summed (a reduce-scatter), or the same.
+    """
+    return _Cut.apply(x, group, dim, summed)
+
+
+def join(part: torch.Tensor, group: TensorGroup, dim: int, length: int, *, shares: bool) -> torch.Tensor:
+    """The ranks' parts of ``dim``, ``length`` of it in all, as :func:`cut` gave them.
+
+    Args:
+        shares: whether of the result's gradient each rank has a share (they are summed), or all of it.
+    """
+    return _Join.apply(part, group, dim, length, shares)

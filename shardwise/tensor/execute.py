@@ -18,6 +18,7 @@ from shardwise.tensor.adapter import pieces
 from shardwise.tensor.forwards import SharedInput, set_forward
 from shardwise.tensor.group import TensorGroup
 from shardwise.tensor.parts import Part, local_parameter, part_ranges
+from shardwise.tensor.positions import Positions, cut_sequence
 from shardwise.tensor.table import LocalValue, ModuleSplit, ParamCut, ShardingTable, Style
 
 # The dim of a linear layer's weight [out, in] that a style cuts; that of GPT-2 is stored the other way round.
@@ -32,7 +33,11 @@ _WEIGHT_DIM = {
 
 
 def apply_table(
-    model: nn.Module, table: ShardingTable, group: TensorGroup | None, layouts: dict[str, ParamLayout]
+    model: nn.Module,
+    table: ShardingTable,
+    group: TensorGroup | None,
+    layouts: dict[str, ParamLayout],
+    positions: Positions | None = None,
 ) -> dict[str, ParamLayout]:
     """Split ``model`` over the tensor axis by ``table``; a no-op at degree 1.
 
@@ -41,6 +46,7 @@ def apply_table(
     Args:
         group: this rank's end of the tensor axis; None at degree 1.
         layouts: parameter name -> layout so far (whole parameters).
+        positions: this rank's in the sequence, where others want to know them too; only of a table that cuts it.
 
     Returns:
         The layouts with the tensor axis filled in.
@@ -57,6 +63,7 @@ def apply_table(
     }
     cuts = _module_cuts(model, modules, table) | _listed_cuts(model, table, layouts)
     layouts = _cut_parameters(model, cuts, group, layouts)
+    positions = positions or Positions(group)
     shared: dict[str, SharedInput] = {}
     for name in modules:
         key = table.modules[name].group
@@ -65,11 +72,13 @@ def apply_table(
     for name, module in modules.items():
         split = table.modules[name]
         once = [n.rpartition(".")[2] for n, c in table.params.items() if c.once and n.rpartition(".")[0] == name]
-        set_forward(name, module, split, group, shared.get(split.group), once)
+        set_forward(name, module, split, group, shared.get(split.group), positions, once)
     for name, values in table.values.items():
         module = _present(model, name)
         if module is not None:
             read_locally(module, values)
+    if table.sequence is not None:
+        cut_sequence(model, table.sequence, positions)
     return layouts
 
 
@@ -110,7 +119,7 @@ def _module_cuts(model: nn.Module, modules: Mapping[str, nn.Module], table: Shar
 
 def _cut_of(module: nn.Module, short: str, shape: tuple[int, ...], split: ModuleSplit) -> ParamCut | None:
     """How a parameter of a split module is cut; None: whole, with whole gradients."""
-    if split.style is Style.PARTIAL:
+    if split.style in (Style.PARTIAL, Style.SLICE):
         return ParamCut()
     if split.style in (Style.SUM_OUTPUT, Style.EXPERTS):
         return None  # those of experts are listed by name

@@ -20,8 +20,17 @@ from shardwise.tensor.experts import find_expert_cuts
 from shardwise.tensor.parts import Parts, scaled
 from shardwise.tensor.regions import Region, find_regions
 from shardwise.tensor.search import Mode, Problem, Sizes, Solution, solve
+from shardwise.tensor.sequence import REMEDY, VALUE, gather_points, sliced_biases, solve_sliced, uneven_length
 from shardwise.tensor.simulate import Reference, compare, reference
-from shardwise.tensor.table import LocalValue, ModuleSplit, ParamCut, ShardingTable, Style, TableCost
+from shardwise.tensor.table import (
+    LocalValue,
+    ModuleSplit,
+    ParamCut,
+    SequenceSplit,
+    ShardingTable,
+    Style,
+    TableCost,
+)
 from shardwise.tensor.trace import BlockTrace, Product, is_linear, trace_blocks
 from shardwise.tensor.values import candidate_sets, read_numbers
 
@@ -46,21 +55,25 @@ class _Kind:
     cuts: dict[str, dict[str, ParamCut]]  # stack of experts -> its parameters
     values: dict[int, dict[str, tuple[LocalValue, ...]]]  # region -> module -> numbers
     solution: Solution
+    gathered: dict[str, tuple[str, ...]] | None = None  # module -> arguments, where the residual stream is sliced
 
 
-def find_table(model: nn.Module, small: nn.Module, degree: int) -> ShardingTable:
+def find_table(model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False) -> ShardingTable:
     """The table of ``model`` (on meta) over ``degree`` ranks.
 
     Args:
         small: a copy with the same kinds of blocks and the same divisibility, in float64 on the CPU.
+        sequence: whether the residual stream between blocks is cut along the sequence.
 
     Raises:
-        PlanError: no block can be split, or the vocabulary cannot.
+        PlanError: no block can be split, the vocabulary cannot, or the residual stream cannot.
     """
-    return find_tables(model, small, degree)[0]
+    return find_tables(model, small, degree, sequence=sequence)[0]
 
 
-def find_tables(model: nn.Module, small: nn.Module, degree: int) -> tuple[ShardingTable, ShardingTable]:
+def find_tables(
+    model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False
+) -> tuple[ShardingTable, ShardingTable]:
     """The table of ``model``, and the same choices on ``small``, where they were proven."""
     if degree == 1:
         return ShardingTable(1), ShardingTable(1)
@@ -72,6 +85,10 @@ def find_tables(model: nn.Module, small: nn.Module, degree: int) -> tuple[Shardi
         key = signature(trace.module)
         if key not in kinds and key in sizes:
             kinds[key] = _find_kind(small, trace, sizes[key], degree, want)
+    if sequence:
+        for kind in kinds.values():
+            _slice_kind(kind, small, small_structure.blocks)
+        want = reference(small, uneven_length(degree))
     tables = {key: _relative_table(kind, small, None) for key, kind in kinds.items()}
     proven = _proven_table(small, small_structure, tables, degree, want)
     units = _shared_heads(small, model, degree)
@@ -94,6 +111,8 @@ def _proven_table(
         PlanError: it differs from one process with and without them.
     """
     value, remedy = f"strategy.tp = {degree}", "Use tp=1, and pp or dp_shard in its place"
+    if any(table.sequence for table in tables.values()):
+        value, remedy = VALUE, REMEDY
     rule = ""
     for ends in (_ends(small, structure), {}):
         table = _spread(small, structure, tables, degree, ends)
@@ -137,6 +156,12 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
             else:
                 values[index] = numbers
     return _Kind(trace.name, trace, problem, cuts, values, solve(problem))
+
+
+def _slice_kind(kind: _Kind, small: nn.Module, blocks: str) -> None:
+    """Solve a block again, with its residual stream cut along the sequence."""
+    kind.problem, kind.solution = solve_sliced(kind.trace, kind.problem)
+    kind.gathered = gather_points(small, blocks, kind.trace, kind.problem, _common)
 
 
 def _problem(
@@ -256,13 +281,27 @@ def _relative_table(
             for module, numbers in kind.values.get(index, {}).items():
                 short = _relative(module, kind.block)
                 values[short] = (*values.get(short, ()), *numbers)
-        elif mode is Mode.SHARES:
+        elif mode in (Mode.SHARES, Mode.SLICED):
             params |= {_relative(p, kind.block): ParamCut() for p in region.params}
+    params |= _bias_cuts(kind, small_block)
     if real is not None:
         modules = {n: replace(s, parts=_real_parts(n, s, real, units)) for n, s in modules.items()}
         params = {n: replace(c, parts=_real_cut(n, c, real, units)) for n, c in params.items()}
         values = {n: tuple(_real_value(v, units) for v in numbers) for n, numbers in values.items()}
-    return ShardingTable(kind.problem.degree, modules, params, values, _refused(kind))
+    return ShardingTable(kind.problem.degree, modules, params, values, _refused(kind), sequence=_sequence(kind))
+
+
+def _bias_cuts(kind: _Kind, small_block: nn.Module) -> dict[str, ParamCut]:
+    """Biases that see this rank's positions alone."""
+    own = {name for name, _ in small_block.named_parameters()}
+    names = (_relative(name, kind.block) for name in sliced_biases(kind.solution))
+    return {name: ParamCut() for name in names if name in own}
+
+
+def _sequence(kind: _Kind) -> SequenceSplit | None:
+    if kind.gathered is None:
+        return None
+    return SequenceSplit("", {_relative(name, kind.block): keys for name, keys in kind.gathered.items()})
 
 
 def _real_parts(name: str, split: ModuleSplit, real: nn.Module, units: Mapping[int, int]) -> Parts:
@@ -321,9 +360,13 @@ def _spread(
     params: dict[str, ParamCut] = {}
     values: dict[str, tuple[LocalValue, ...]] = {}
     refused: dict[str, str] = {}
+    gathered: dict[str, tuple[str, ...]] = {}
+    sliced = any(table.sequence for table in tables.values())
     for index, block in enumerate(model.get_submodule(structure.blocks)):
         prefix = f"{structure.blocks}.{index}"
         table = tables.get(signature(block))
+        if table is None and sliced:
+            raise PlanError(VALUE, f"{prefix} is of a kind that the small copy does not have", REMEDY)
         if table is None:
             if ends:
                 refused[prefix] = "a kind of block that the small copy does not have"
@@ -333,7 +376,10 @@ def _spread(
         params |= {_full(prefix, name): cut for name, cut in table.params.items()}
         values |= {_full(prefix, name): numbers for name, numbers in table.values.items()}
         refused |= {_full(prefix, name): reason for name, reason in table.refused.items()}
-    return ShardingTable(degree, modules, params, values, refused)
+        if table.sequence is not None:
+            gathered |= {_full(prefix, name): keys for name, keys in table.sequence.gathered.items()}
+    sequence = SequenceSplit(structure.blocks, gathered) if sliced else None
+    return ShardingTable(degree, modules, params, values, refused, sequence=sequence)
 
 
 def _full(prefix: str, name: str) -> str:
@@ -350,7 +396,10 @@ def _cost(model: nn.Module, structure: Structure, table: ShardingTable, kinds: M
             problem, chosen = kind.problem, kind.solution.choices
             forward += sum(choice.forward for choice in chosen.values())
             paid = {problem.groups[name]: problem.sizes[name].inputs for name, c in chosen.items() if c.sums_input}
-            backward += sum(choice.backward for choice in chosen.values()) + 2.0 * sum(paid.values())
+            backward += sum(choice.backward for choice in chosen.values())
+            # The sum of an input's gradient; or its gather, and the scatter of its gradient.
+            forward += problem.sequence * 1.0 * sum(paid.values())
+            backward += (2.0 - problem.sequence) * sum(paid.values())
     sizes = {name: p.numel() for name, p in blocks.named_parameters(prefix=structure.blocks)}
     whole = sum(size for name, size in sizes.items() if not table.is_cut(name))
     ring = (table.degree - 1) / table.degree

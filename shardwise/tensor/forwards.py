@@ -17,6 +17,7 @@ from shardwise.spec.layout import chunk_range
 from shardwise.tensor.adapter import LowRank, add_low_rank, low_rank
 from shardwise.tensor.collectives import gather_forward, sum_backward, sum_forward
 from shardwise.tensor.group import TensorGroup
+from shardwise.tensor.positions import Positions
 from shardwise.tensor.table import ModuleSplit, Style
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -69,6 +70,11 @@ class _Context:
     split: ModuleSplit
     group: TensorGroup
     shared: SharedInput | None
+    positions: Positions
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """A row module's result: the sum over the ranks, of all positions or of this rank's."""
+        return self.positions.scatter(partial) if self.split.sequence else sum_forward(partial, self.group)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The input of a column module: its gradient is summed for the whole group, or stays a share."""
@@ -81,12 +87,14 @@ def set_forward(
     split: ModuleSplit,
     group: TensorGroup,
     shared: SharedInput | None,
+    positions: Positions,
     once: Sequence[str] = (),
 ) -> None:
     """Let ``module``, whose parameters are cut already, compute as ``split`` says.
 
     Args:
         shared: of the module's group; None where the gradient of its input stays a share.
+        positions: this rank's in the sequence.
         once: parameters of an expert stack that only the first rank computes with.
 
     Raises:
@@ -98,8 +106,11 @@ def set_forward(
     if style is Style.SUM_OUTPUT:
         module.forward = _sum_output(module.forward, group)  # type: ignore[method-assign]
         return
+    if style is Style.SLICE:
+        module.forward = _slice(module.forward, positions)  # type: ignore[method-assign]
+        return
     if style is Style.EXPERTS:
-        module.forward = _experts(module, group, once)  # type: ignore[method-assign]
+        module.forward = _experts(module, group, once, positions if split.sequence else None)  # type: ignore[method-assign]
         return
     expected = (nn.Embedding,) if style is Style.VOCAB_EMBEDDING else (nn.Linear, Conv1D)
     if not isinstance(base, expected):
@@ -110,7 +121,7 @@ def set_forward(
         return
     if style in (Style.COLUMN_GATHER, Style.ROW_SPLIT):
         _check_even(name, _Layer(base, None), style, group)
-    context = _Context(split, group, shared)
+    context = _Context(split, group, shared, positions)
     module.forward = _FORWARDS[style](_Layer(base, low_rank(module)), context)  # type: ignore[method-assign]
 
 
@@ -139,7 +150,7 @@ def _column_forward(layer: _Layer, context: _Context) -> Forward:
 def _row_forward(layer: _Layer, context: _Context) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
         # The adapter's share joins before the sum: one all-reduce for both.
-        out = sum_forward(add_low_rank(F.linear(x, layer.weight), x, layer.path), context.group)
+        out = context.sum(add_low_rank(F.linear(x, layer.weight), x, layer.path))
         return out if layer.bias is None else out + layer.bias  # once, not once a rank
 
     return forward
@@ -194,30 +205,41 @@ def _sum_output(own: Callable[..., torch.Tensor], group: TensorGroup) -> Callabl
     return forward
 
 
-def _experts(module: nn.Module, group: TensorGroup, once: Sequence[str]) -> Callable[..., torch.Tensor]:
+def _slice(own: Callable[..., torch.Tensor], positions: Positions) -> Callable[..., torch.Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return positions.keep(own(*args, **kwargs))
+
+    return forward
+
+
+def _experts(
+    module: nn.Module, group: TensorGroup, once: Sequence[str], positions: Positions | None
+) -> Callable[..., torch.Tensor]:
     """The stack's own forward on a part of every expert's inner features: its result is a partial sum.
 
     Every input with a gradient (hidden states, routing weights) meets the same parts on each rank, so its gradient is
-    a share. A bias of the result counts on the first rank alone.
+    a share. A bias of the result counts on the first rank alone. With ``positions`` (the residual stream is cut along
+    the sequence) the ranks' tokens are gathered, whatever is told of them, and the results scattered again.
     """
     own = module.forward
     silent = tuple(once) if group.rank else ()
 
+    def summed(value: torch.Tensor) -> torch.Tensor:
+        return sum_backward(value, group) if value.requires_grad else value
+
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        args = tuple(_summed(value, group) for value in args)
-        kwargs = {key: _summed(value, group) for key, value in kwargs.items()}
+        read = summed if positions is None else positions.gather
+        args = tuple(read(value) if isinstance(value, torch.Tensor) else value for value in args)
+        kwargs = {key: read(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
         parameters = {short: module._parameters.pop(short) for short in silent}
         for short, parameter in parameters.items():
             setattr(module, short, parameter * 0.0)
         try:
-            return sum_forward(own(*args, **kwargs), group)
+            out = own(*args, **kwargs)
+            return sum_forward(out, group) if positions is None else positions.scatter(out)
         finally:
             for short, parameter in parameters.items():
                 delattr(module, short)
                 module._parameters[short] = parameter
 
     return forward
-
-
-def _summed(value: Any, group: TensorGroup) -> Any:
-    return sum_backward(value, group) if isinstance(value, torch.Tensor) and value.requires_grad else value

@@ -2,7 +2,9 @@
 
 Every region between products has one *mode*: ``WHOLE`` (all ranks hold the same, and whole gradients), ``SHARES``
 (the same values, but each rank's gradient is a share, since what follows takes a part), ``SPLIT`` (each rank holds
-its part of the features). The block's own input and result are whole. The modes before and behind a product leave it
+its part of the features), ``SLICED`` (its part of the sequence, all features). The block's own input and result are
+whole, or sliced where the residual stream is cut along the sequence: what reads them is then gathered, with shares of
+its gradient, and what writes to them is scattered. The modes before and behind a product leave it
 a few styles; each has a price, in elements that a rank moves for each token, and in weights that stay whole. The sum
 of the prices is minimised exactly, by dynamic programming over the products in the order in which they run: the state
 is the modes of the regions that are still open, and the groups that have paid for their input's gradient.
@@ -31,6 +33,7 @@ class Mode(IntEnum):
     WHOLE = 0
     SHARES = 1
     SPLIT = 2
+    SLICED = 3
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Problem:
         degree: of tensor parallel.
         hidden_size: features of the block's input.
         forced: region -> the mode that it must have.
+        sequence: whether the residual stream is cut along the sequence.
     """
 
     products: Sequence[str]
@@ -90,6 +94,7 @@ class Problem:
     degree: int
     hidden_size: int
     forced: Mapping[int, Mode] = field(default_factory=dict)
+    sequence: bool = False
 
     def region_before(self, product: str) -> int:
         return next(i for i, region in enumerate(self.regions) if product in region.sinks)
@@ -109,8 +114,10 @@ class Problem:
         if region in self.forced:
             return (self.forced[region],)
         if self.regions[region].is_residual:
-            return (Mode.WHOLE,)
-        return tuple(Mode) if self.regions[region].splittable else (Mode.WHOLE, Mode.SHARES)
+            return (Mode.SLICED,) if self.sequence else (Mode.WHOLE,)
+        # Of what was gathered along the sequence each rank's gradient is a share.
+        whole = (Mode.SHARES,) if self.sequence else (Mode.WHOLE, Mode.SHARES)
+        return (*whole, Mode.SPLIT) if self.regions[region].splittable else whole
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,10 @@ def choices(problem: Problem, product: str, before: Mode, behind: Mode) -> Itera
     chunked = {} if index is None or behind is not Mode.SPLIT else problem.regions[index].chunked
     narrow = before is Mode.SPLIT and product in problem.regions[problem.region_before(product)].narrow
     chunks = chunked.get(product)
+    if problem.sequence:
+        is_stack = product in problem.stacks
+        pick = _sliced_stack_choices if is_stack else _sliced_choices
+        return pick(problem, product, _Sliced(before is Mode.SLICED, behind is Mode.SLICED, narrow, chunks))
     place = _Place(
         narrow=narrow,
         chunks=chunks,
@@ -173,10 +184,7 @@ def _linear_choices(problem: Problem, product: str, place: _Place) -> Iterator[C
         if place.chunks is None and not place.gives_share:
             yield Choice(ModuleSplit(Style.ROW), False, 0, 2.0 * outs, 0.0, False)
     elif place.chunks is not None:
-        parts = place.chunks if len(place.chunks) > 1 or place.chunks[0].units else ()
-        # What several ranks hold: they keep more than their share of it.
-        extra = sum(part.size - part.size * part.units // degree for part in place.chunks if part.units)
-        whole = own * extra // max(outs, 1)
+        parts, whole = _cut(place.chunks, sizes, degree)
         yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, whole, 0.0, 0.0, sums_input)
     elif place.is_share and not place.gives_share:
         if sizes.inputs % degree == 0:
@@ -190,6 +198,60 @@ def _linear_choices(problem: Problem, product: str, place: _Place) -> Iterator[C
             gathered = ModuleSplit(Style.COLUMN_GATHER, group=key, shares=place.gives_share)
             back = 1.0 * outs if place.gives_share else 0.0
             yield Choice(gathered, False, 0, 1.0 * outs, back, sums_input)
+
+
+def _cut(chunks: Parts, sizes: Sizes, degree: int) -> tuple[Parts, int]:
+    """The parts of a table's entry, and the parameters that a rank holds beyond its share: others hold them too."""
+    extra = sum(part.size - part.size * part.units // degree for part in chunks if part.units)
+    total = sum(part.size for part in chunks)
+    return chunks if len(chunks) > 1 or chunks[0].units else (), sizes.parameters * extra // max(total, 1)
+
+
+@dataclass(frozen=True)
+class _Sliced:
+    """How a product stands where the residual stream is cut along the sequence.
+
+    Args:
+        reads: it reads the residual stream; ``writes``: its result enters it.
+        narrow: it reads its part of the features.
+        chunks: how its result is chunked, where what follows is split by it.
+    """
+
+    reads: bool
+    writes: bool
+    narrow: bool
+    chunks: Parts | None
+
+
+def _sliced_stack_choices(problem: Problem, product: str, place: _Sliced) -> Iterator[Choice]:
+    sizes = problem.sizes[product]
+    if place.reads and place.writes:
+        yield Choice(None, True, sizes.parameters, 0.0, 0.0, False)
+        if problem.stacks[product]:
+            moved = 1.0 * (sizes.inputs + sizes.outputs)
+            yield Choice(ModuleSplit(Style.EXPERTS, sequence=True), False, 0, moved, moved, False)
+
+
+def _sliced_choices(problem: Problem, product: str, place: _Sliced) -> Iterator[Choice]:
+    sizes, gathers = problem.sizes[product], place.reads and not place.writes
+    outs, own = sizes.outputs, sizes.parameters
+    if place.writes and place.reads:
+        yield Choice(None, True, own, 0.0, 0.0, False)  # token by token, on this rank's positions
+    elif place.narrow:
+        if place.writes:
+            yield Choice(ModuleSplit(Style.ROW, sequence=True), False, 0, 1.0 * outs, 1.0 * outs, False)
+    elif place.writes:
+        yield Choice(ModuleSplit(Style.SLICE), False, own, 0.0, 0.0, False)
+        if sizes.inputs % problem.degree == 0:
+            yield Choice(ModuleSplit(Style.ROW_SPLIT, sequence=True), False, 0, 1.0 * outs, 1.0 * outs, False)
+    elif place.chunks is not None:
+        parts, whole = _cut(place.chunks, sizes, problem.degree)
+        yield Choice(ModuleSplit(Style.COLUMN, parts), False, whole, 0.0, 0.0, gathers)
+    else:
+        yield Choice(None, True, own, 0.0, 0.0, gathers)
+        if outs % problem.degree == 0:
+            gathered = ModuleSplit(Style.COLUMN_GATHER, shares=True)
+            yield Choice(gathered, False, 0, 1.0 * outs, 1.0 * outs, gathers)
 
 
 def price(problem: Problem, choice: Choice) -> float:

@@ -16,7 +16,7 @@ from shardwise.spec.tolerance import relative_error
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.group import SimulatedTensorGroup
 from shardwise.tensor.table import ShardingTable, Style
-from shardwise.tensor.trace import run
+from shardwise.tensor.trace import LENGTH, ROWS, run
 
 _SEED = 0
 
@@ -28,6 +28,7 @@ class Reference:
     logits: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     norm: float
+    length: int = LENGTH
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Difference:
     moved: Mapping[str, float]
 
 
-def reference(model: nn.Module) -> Reference:
+def reference(model: nn.Module, length: int = LENGTH) -> Reference:
     """One pass of the whole model, forward and backward; its gradients are cleared again."""
-    logits = _pass(model, slice(None))
+    logits = _pass(model, slice(None), length)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients.values() if g is not None))
     model.zero_grad(set_to_none=True)
-    return Reference(logits, gradients, norm)
+    return Reference(logits, gradients, norm, length)
 
 
 def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Difference:
@@ -61,7 +62,7 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
         split = copy.deepcopy(model)
         layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in split.named_parameters()}
         layouts = apply_table(split, table, groups[rank], layouts)
-        logits = _pass(split, _columns(table, want.logits.shape[-1], rank))
+        logits = _pass(split, _columns(table, want.logits.shape[-1], rank), want.length)
         done[rank] = _Rank(layouts, logits, {name: p.grad for name, p in split.named_parameters()})
 
     _in_threads(work, groups)
@@ -128,15 +129,17 @@ def _columns(table: ShardingTable, vocab_size: int, rank: int) -> slice:
     return slice(*chunk_range(vocab_size, table.degree, rank))
 
 
-def _pass(model: nn.Module, columns: slice) -> torch.Tensor:
+def _pass(model: nn.Module, columns: slice, length: int) -> torch.Tensor:
     """The logits, after a backward pass of a loss that weighs each of them by a fixed random number.
 
     Where every rank has all logits, each of them weighs them alike, and gradients are whole.
     """
-    logits = run(model)
-    # Drawn column by column, so that a rank's columns weigh what they do in the whole.
+    logits = run(model, length)
+    # Drawn column by column, so that a rank's columns weigh what they do in the whole. Numbers are drawn 16 at a time:
+    # with another count of them for each column, the last ones would depend on how many columns there are.
     size = logits.shape[-1] if columns.stop is None else columns.stop
-    drawn = torch.randn(size, *logits.shape[:-1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(_SEED)
+    drawn = torch.randn(size, ROWS, LENGTH, generator=generator, dtype=torch.float64)[..., :length]
     weights = drawn.movedim(0, -1)[..., columns].to(logits)
     (logits * weights).sum().backward()
     return logits.detach()

@@ -25,6 +25,7 @@ class Style(StrEnum):
     COLUMN_GATHER = "column_gather"  # as column; all-gather of the output
     ROW_SPLIT = "row_split"  # as row; each rank takes its part of a whole input, whose gradient it has a share of
     SUM_OUTPUT = "sum_output"  # whole weight; the readers of the output are split: all-reduce of its gradient
+    SLICE = "slice"  # whole weight that sees only this rank's part; of the output each rank keeps its positions
     PARTIAL = "partial"  # whole weight that sees only this rank's part: gradient summed once a step
     EXPERTS = "experts"  # each expert's inner features split; all-reduce of the output and of the inputs' gradients
 
@@ -45,12 +46,15 @@ class ModuleSplit:
         group: modules of one group read the same input, and the gradient of that is summed once for all; empty: the
             input's gradient stays a share of this rank.
         shares: of a gathered output's gradient each rank has a share, which are summed.
+        sequence: the result enters a residual stream that is cut along the sequence: its sum over the ranks is a
+            reduce-scatter, and the tokens of an expert stack are gathered before it.
     """
 
     style: Style
     parts: Parts = ()
     group: str = ""
     shares: bool = False
+    sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,19 @@ class LocalValue:
     attribute: str  # config.NAME: of the configuration that the module keeps
     times: int
     over: int
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The residual stream of all blocks, cut along the sequence.
+
+    Args:
+        blocks: name of the list of blocks; the sequence is cut before the first of a stage and joined after the last.
+        gathered: module -> which of its arguments it needs for all positions, by place or name.
+    """
+
+    blocks: str
+    gathered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,7 @@ class ShardingTable:
         params: parameter outside of these -> its cut.
         values: module -> what it reads in place of whole-model numbers.
         refused: what stays whole on every rank, and why.
+        sequence: how the residual stream is cut, None where every rank holds all of it.
     """
 
     degree: int
@@ -110,6 +128,7 @@ class ShardingTable:
     values: Mapping[str, tuple[LocalValue, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     cost: TableCost | None = None
+    sequence: SequenceSplit | None = None
 
     def style(self, name: str) -> Style | None:
         """The style of a module, None where it is replicated."""
@@ -133,6 +152,7 @@ class ShardingTable:
             "values": {name: [asdict(value) for value in values] for name, values in self.values.items()},
             "refused": dict(self.refused),
             "cost": None if self.cost is None else asdict(self.cost),
+            "sequence": None if self.sequence is None else _sequence_json(self.sequence),
         }
 
     @classmethod
@@ -152,6 +172,7 @@ class ShardingTable:
                 },
                 refused=dict(data["refused"]),
                 cost=None if data["cost"] is None else TableCost(**data["cost"]),
+                sequence=None if data.get("sequence") is None else _sequence(data["sequence"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError("the plan's sharding table", f"is damaged ({error})", "Make the plan again") from None
@@ -159,6 +180,14 @@ class ShardingTable:
 
 def _parts(data: Mapping[str, Any]) -> Parts:
     return tuple(Part(*part) for part in data.get("parts", ()))
+
+
+def _sequence_json(split: SequenceSplit) -> dict[str, Any]:
+    return {"blocks": split.blocks, "gathered": {name: list(keys) for name, keys in split.gathered.items()}}
+
+
+def _sequence(data: Mapping[str, Any]) -> SequenceSplit:
+    return SequenceSplit(data["blocks"], {name: tuple(keys) for name, keys in data["gathered"].items()})
 
 
 def _split(data: Mapping[str, Any]) -> ModuleSplit:

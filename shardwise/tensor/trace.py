@@ -96,10 +96,10 @@ def trace_blocks(model: nn.Module, blocks: str) -> list[BlockTrace]:
     return [traces[index] for index in sorted(traces)]
 
 
-def run(model: nn.Module) -> torch.Tensor:
+def run(model: nn.Module, length: int = LENGTH) -> torch.Tensor:
     """The logits of one pass over fixed tokens, as the blocks run in training."""
-    ids = torch.randint(_FIRST_ID, _LAST_ID, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    return call_model(model, ids, torch.arange(LENGTH).expand(ROWS, LENGTH))
+    ids = torch.randint(_FIRST_ID, _LAST_ID, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    return call_model(model, ids, torch.arange(length).expand(ROWS, length))
 
 
 def _acts_linearly(module: nn.Module) -> bool:

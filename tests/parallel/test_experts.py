@@ -35,6 +35,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp_shard2-recompute": {"dp_shard": 2, "micro_batch_size": 2, "recompute": -1},
     "pp2-dp2": {"pp": 2, "dp_shard": 2, "micro_batch_size": 1},
     "pp4": {"pp": 4, "micro_batch_size": 1},
+    "tp2": {"tp": 2, "micro_batch_size": 2},
+    "tp2-sequence": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2},
+    "tp2-sequence-recompute": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2, "recompute": -1},
+    "tp4-sequence": {"tp": 4, "sequence_parallel": True, "micro_batch_size": 2},  # which does not divide 10 positions
 }
 
 

@@ -64,6 +64,16 @@ def test_an_interleaved_pipeline_shows_the_stages_of_each_rank(tmp_path: Path) -
     assert "blocks 3..5 and 8..9 + head " in text.getvalue()
 
 
+def test_sequence_parallel_is_said(tmp_path: Path) -> None:
+    model = make_spec(tmp_path / "m")
+    for sequence in (True, False):
+        run = parse_run({"model": "m", "strategy": {"tp": 2, "sequence_parallel": sequence}})
+        split, rows = resolve(run, model, 1)
+        text = io.StringIO()
+        show_plan(run, Plan(model, split, rows, "cpu"), Console(file=text, width=200))
+        assert ("sequence parallel: norms and the residual stream on 1/2" in text.getvalue()) is sequence
+
+
 def test_the_table_of_a_million_million_ranks_is_short(tmp_path: Path) -> None:
     model = make_spec(tmp_path / "m")
     run = parse_run({"model": "m", "strategy": {"dp_shard": 10**12, "tp": 2}})

@@ -72,6 +72,15 @@ def test_an_edited_plan_that_cannot_run_is_refused(
         assert word in str(error.value)
 
 
+def test_a_sequence_that_no_tensor_rank_shares_is_refused(plan: Plan) -> None:
+    data = plan.to_json()
+    data["strategy"] |= {"sequence_parallel": True, "tp": 2}
+    assert Plan.from_json(data | {"devices": 2 * data["devices"] // plan.strategy.tp}).strategy.sequence_parallel
+    data["strategy"] |= {"tp": 1}
+    with pytest.raises(PlanError, match=r"plan with sequence_parallel = true.*tp is 1"):
+        Plan.from_json(data)
+
+
 @pytest.mark.parametrize("key", ["model", "strategy", "global_batch_size", "device_type", "devices", "table"])
 def test_a_plan_without_one_of_its_keys_names_it(plan: Plan, key: str) -> None:
     data = plan.to_json()

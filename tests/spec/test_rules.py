@@ -31,7 +31,6 @@ NOT_BUILT = [
     "data.val_size=0.1",
     "cp=2",
     "ep=2",
-    "sequence_parallel=true",
     "recompute=selective",
     "plan=plan.json",
     "save.best=eval_loss",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError, PlanError
+from shardwise.spec.aliases import translate
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
@@ -193,6 +194,16 @@ def test_reshard_recompute_and_schedule_follow_the_defaults(model: ModelSpec) ->
     assert _resolve(model, "pp=2", "reshard=true")[0].reshard
     assert [_resolve(model, f"recompute={given}")[0].recompute for given in ("none", "full", "0", "3")] == [0, -1, 0, 3]
     assert _resolve(model, "schedule=gpipe")[0].schedule == "gpipe"
+
+
+def test_sequence_parallel_needs_tensor_ranks(model: ModelSpec) -> None:
+    assert _resolve(model, "tp=2", "sequence_parallel=true")[0].sequence_parallel
+    assert not _resolve(model, "tp=2")[0].sequence_parallel
+    tree = {"model": "m", "parallel_config": {"model_parallel": 2, "use_seq_parallel": True}}
+    assert resolve(parse_run(translate(tree)[0]), model, 1)[0].sequence_parallel
+    with pytest.raises(PlanError, match=r"strategy\.tp is 1\. Use strategy\.tp=2") as error:
+        _resolve(model, "sequence_parallel=true")
+    assert error.value.value == "strategy.sequence_parallel = true"
 
 
 def test_a_strategy_survives_json_and_reads_as_its_degrees() -> None:

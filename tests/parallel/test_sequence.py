@@ -1,0 +1,115 @@
+"""Sequence parallel: the same loss, norm, gradients and weights as one process, for every layout and family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.spec import tolerance
+from shardwise.testing import run_distributed
+from tests.fixtures import make_model, make_rows
+from tests.parallel.families import make_family
+from tests.parallel.harness import ADAMW, Case, Outcome, assemble, compare, reference, run_cases, strategy
+
+pytestmark = pytest.mark.slow
+
+# Steps of 11, 16 and 9 positions: neither 2 nor 4 divides the first and the last.
+ROWS = tuple(make_rows((4, 6, 8, 11, 12, 14, 16, 16, 9)))
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2-recompute": {"tp": 2, "recompute": -1},
+    "tp2-recompute1": {"tp": 2, "recompute": 1},
+    "tp4": {"tp": 4},  # more tensor ranks than key/value heads
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "tp2-pp2-recompute": {"tp": 2, "pp": 2, "recompute": -1},
+    "tp2-dp_shard2": {"tp": 2, "dp_shard": 2},
+    "tp2-dp_replicate2": {"tp": 2, "dp_replicate": 2},
+}
+FAMILIES = {
+    "gpt_neox": {},  # attention and MLP beside each other, biases everywhere
+    "gpt2": {},
+    "phi": {},  # one norm for both
+    "gemma2": {},  # norms behind attention and MLP
+    "opt": {},  # the block calls the MLP's matrices itself
+    "bloom": {},  # attention adds the residual
+    "qwen2_moe": {"num_hidden_layers": 2},
+    "qwen3_moe": {"num_hidden_layers": 2},
+}
+PLAIN = ("llama", "qwen3-tied")
+
+
+def _table() -> dict[str, tuple[str, dict[str, Any]]]:
+    rows = {f"{model}/{name}": (model, degrees) for model in PLAIN for name, degrees in LAYOUTS.items()}
+    return rows | {f"{model}/tp2": (model, LAYOUTS["tp2"]) for model in FAMILIES}
+
+
+TABLE = _table()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    plain = {name: make_model(tmp_path_factory.mktemp(name), name) for name in PLAIN}
+    return plain | {
+        name: make_family(tmp_path_factory.mktemp(name), name, **changes) for name, changes in FAMILIES.items()
+    }
+
+
+def _case(folders: dict[str, Path], row: str, kind: str) -> Case:
+    model, degrees = TABLE[row]
+    blocks = FAMILIES.get(model, {}).get("num_hidden_layers", 4)
+    split = strategy(blocks, sequence_parallel=True, **degrees)
+    return _of_kind(Case(folders[model], split, ROWS, eval_batch_size=5), kind)
+
+
+def _of_kind(case: Case, kind: str) -> Case:
+    changes: dict[str, dict[str, Any]] = {
+        "sgd": {},
+        "adamw": {"train": ADAMW},
+        "float64": {"dtype": torch.float64, "steps": 3},
+    }
+    return replace(case, **changes[kind])
+
+
+@cache
+def _reference(folder: Path, kind: str) -> Outcome:
+    return reference(_of_kind(Case(folder, strategy(), ROWS, eval_batch_size=5), kind))
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders: dict[str, Path]) -> Any:
+    """Runs all rows of a world size and kind at the first demand, on ranks that are started once."""
+
+    @cache
+    def run(world_size: int, kind: str) -> dict[str, Outcome]:
+        names = [row for row in TABLE if _case(folders, row, kind).strategy.world_size == world_size]
+        by_rank = run_distributed(run_cases, world_size, [_case(folders, row, kind) for row in names], timeout=280)
+        return {row: assemble([rank[i] for rank in by_rank]) for i, row in enumerate(names)}
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["float64", "sgd", "adamw"])
+@pytest.mark.parametrize("row", TABLE)
+def test_22_equals_one_process(row: str, kind: str, folders: dict[str, Path], outcomes: Any, note_error: Any) -> None:
+    """Megatron-LM 1446, 443: a rank sees its positions alone, and every norm's gradient is that of all of them.
+
+    ``assemble`` asks that all ranks hold the same bits of every parameter's gradient.
+    """
+    case = _case(folders, row, kind)
+    got, want = outcomes(case.strategy.world_size, kind)[row], _reference(case.folder, kind)
+    errors = compare(got, want)
+    for name in ("loss", "norm", "gradient", "weight"):
+        note_error(f"sequence {kind} {name}", getattr(errors, name))
+    sharp = kind == "float64"
+    assert errors.loss <= (tolerance.FLOAT64_LOSS if sharp else tolerance.FP32_LOSS)
+    assert errors.norm <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_NORM)
+    assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
+    assert errors.weight <= (tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS)
+    assert got.eval_loss is not None
+    assert want.eval_loss is not None
+    assert abs(got.eval_loss - want.eval_loss) <= tolerance.FP32_LOSS * abs(want.eval_loss)
