@@ -123,7 +123,7 @@ def _found(model: nn.Module, structure: Structure, forward: Forward) -> Chain:
             raise _Untraceable(_refusal(model, rule)) from error
     record.leaves.update({id(tensor): name for name, tensor in state.items()})
     if record.order != list(range(len(blocks))):
-        raise _refusal(model, f"its {len(blocks)} blocks do not run once each, in order (they run as {record.order})")
+        raise _refusal(model, _order_rule(record.order, len(blocks)))
     if record.broken is not None:
         raise _refusal(model, record.broken)
     return _chain(model, structure, record, _names(record, _reached(logits)))
@@ -219,6 +219,14 @@ def _reached(tensor: torch.Tensor) -> set[int]:
             leaves.add(id(node.variable))
         waiting.extend(parent for parent, _ in node.next_functions)
     return leaves
+
+
+def _order_rule(order: list[int], num_blocks: int) -> str:
+    counts = [order.count(index) for index in range(num_blocks)]
+    often = next((index for index, count in enumerate(counts) if count > 1), None)
+    if often is not None:
+        return f"its {num_blocks} blocks do not run once each, in order (block {often} runs {counts[often]} times)"
+    return f"its {num_blocks} blocks do not run once each, in order (they run as {order})"
 
 
 def _names(record: _Record, leaves: set[int]) -> set[str]:

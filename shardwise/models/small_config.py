@@ -133,7 +133,7 @@ class _Sizes:
             self.widths[hidden] = small_heads * self.heads.get(hidden // heads, SMALL_HEAD)
         elif hidden % heads == 0:
             own = self.heads.get(width, SMALL_HEAD)
-            step = SMALL_HEAD if hidden < heads * width else own + SMALL_HEAD
+            step = max(2, own // 2) if hidden < heads * width else own + SMALL_HEAD
             self.widths[hidden] = small_heads * step
 
     def _add_width(self, number: Number) -> None:

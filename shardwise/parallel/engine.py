@@ -87,7 +87,11 @@ class PipelineEngine:
         is_last = self.index == self.num_stages - 1
         runtime.run(
             [(ids,) if self.stage.is_first else () for ids in input_ids],
-            [{"position_ids": positions} for positions in position_ids],
+            [
+                # Later stages get the ids too: some models compute masks from them.
+                {"position_ids": positions, "input_ids": ids}
+                for positions, ids in zip(position_ids, input_ids, strict=True)
+            ],
             list(targets) if is_last else None,
             losses if is_last else None,
         )

@@ -131,7 +131,8 @@ def largest_error(build: Callable[[], Any], structure: Any, chain: Any) -> tuple
                 gradients[name] = gradients.get(name, 0) + parameter.grad
     owned = [name for stage in (first, last) for name, _ in stage.model.named_parameters()]
     tied = [f"{structure.head}.weight"] if structure.tied else []
-    assert sorted(owned) == sorted([name for name, _ in model.named_parameters()] + tied), "parameters of the stages"
+    whole = [name for name, _ in model.named_parameters()] + tied
+    assert sorted(owned) == sorted(whole), f"parameters of one side only: {sorted(set(owned) ^ set(whole))}"
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert wanted.keys() == gradients.keys(), "other parameters have gradients"
     total = float(torch.stack([grad.norm() for grad in wanted.values()]).norm())

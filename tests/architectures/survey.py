@@ -58,7 +58,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0, "clip_qkv": 8.0}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
