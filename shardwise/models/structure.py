@@ -72,7 +72,8 @@ def find_blocks(model: nn.Module) -> str | None:
     lists = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
+        if name
+        and isinstance(module, nn.ModuleList | nn.Sequential)
         and not any(part.isdigit() for part in name.split("."))
         and next(module.parameters(), None) is not None
     }

@@ -143,5 +143,5 @@ def largest_error(build: Callable[[], Any], structure: Any, chain: Any) -> tuple
 
 
 def _error(got: torch.Tensor, want: torch.Tensor, total: float) -> float:
-    error = relative_error(float((got - want).norm()), float(want.norm()), total)
+    error = relative_error(float((got - want).detach().norm()), float(want.detach().norm()), total)
     return error if error == error else float("inf")
