@@ -42,6 +42,7 @@ def build_on_meta(
             raise ConfigError(f"attn_implementation = {attn_implementation!r}", rule, "Leave it out") from error
         raise ConfigError(value, f"transformers cannot build this model ({error})", "Correct the file") from error
     choose_experts(model)
+    freeze_stored_buffers(model)
     return model.train()
 
 
@@ -49,6 +50,18 @@ def choose_experts(model: PreTrainedModel) -> None:
     """On a CPU the loop over experts: each computes its own tokens, where a batched product gathers whole weights."""
     if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
         model.set_experts_implementation("eager")
+
+
+def freeze_stored_buffers(model: nn.Module) -> None:
+    """Make parameters that are not trained of the buffers that files hold (a router's correction of its scores).
+
+    So they are read, split, kept and written as what else the files hold. Whole numbers cannot be: they stay buffers.
+    """
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -81,7 +94,7 @@ def recompute_buffers(model: PreTrainedModel) -> None:
             continue
         stored = sorted(set(buffers) - module._non_persistent_buffers_set)
         if stored:
-            raise _refused(f"{name}.{stored[0]}", "it is kept in files, and only parameters are read and saved")
+            raise _refused(f"{name}.{stored[0]}", "files hold whole numbers in it, and only weights are read and saved")
         for buffer in buffers.values():
             buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()
         model._init_weights(module)

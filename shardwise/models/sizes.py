@@ -58,7 +58,7 @@ _ROLES: tuple[tuple[str, Role | None], ...] = (
     (r"token_(id|index|offset)s?$|(^|_)(pad|bos|eos|unk|mask|sep|cls)_index$|suppress_tokens$", Role.TOKEN),
     (r"^(num_(hidden_)?layers|n_layers?|(num_)?(en|de)coder_layers|num_blocks|depth)$", Role.BLOCKS),
     (r"vocab", Role.VOCABULARY),
-    (r"^n_group$", Role.EXPERT_GROUPS),
+    (r"^n_group$|^num_expert_groups?$", Role.EXPERT_GROUPS),
     (r"^topk_group$", Role.TOP_GROUPS),
     (r"per_tok(en)?$|top_?k(_|$)|^moe_k$", Role.TOP_K),
     (r"(^|_)shared_experts$|^n_shared|_top_k_", None),

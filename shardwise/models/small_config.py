@@ -123,13 +123,17 @@ class _Sizes:
             return
         width = _first(part, _HEAD_WIDTH)
         small_heads = self.counts[heads]
+        expand = _expansion(part)
+        if width is not None and expand is not None and heads * width == expand * hidden:
+            self.widths[hidden] = round(small_heads * self.heads.get(width, width) / expand)
+            return
         if width is None or heads * width == hidden:
             if hidden % heads:
                 return
             self.widths[hidden] = small_heads * self.heads.get(hidden // heads, SMALL_HEAD)
         elif hidden % heads == 0:
             own = self.heads.get(width, SMALL_HEAD)
-            step = SMALL_HEAD if hidden < heads * width else own + SMALL_HEAD
+            step = max(2, own // 2) if hidden < heads * width else own + SMALL_HEAD
             self.widths[hidden] = small_heads * step
 
     def _add_width(self, number: Number) -> None:
@@ -172,7 +176,7 @@ class _Sizes:
         """State-space heads: their number times their width stays the expansion of the hidden size."""
         for part in parts:
             hidden = _first(part, _HIDDEN)
-            expand = next((v for k, v in part.items() if k.endswith("expand") and isinstance(v, int | float)), None)
+            expand = _expansion(part)
             if hidden is None or expand is None or hidden not in self.widths:
                 continue
             for count, head in ((c, h) for c in list(self.counts) for h in list(self.heads)):
@@ -190,6 +194,11 @@ def _inner(tree: Any, path: Path) -> Tree:
         tree = tree[key]
     part: Tree = tree
     return part
+
+
+def _expansion(part: Tree) -> float | None:
+    """How much wider a state-space layer is inside than outside."""
+    return next((v for k, v in part.items() if k.endswith("expand") and isinstance(v, int | float)), None)
 
 
 def _implied_head(part: Tree) -> int | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.models.kinds import block_signatures, number_kinds
+from shardwise.models.trace import called_modules
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,36 @@ def text_config(model: nn.Module) -> Any:
 
 
 def find_blocks(model: nn.Module) -> str | None:
-    """Name of the list of blocks: as long as the configuration says, else the one with the most parameters.
+    """Name of the list of blocks: the one that the configuration gives the length of.
 
-    Lists inside of a block (experts) are no candidates, nor are lists of modules without parameters.
+    Where several lists are as long, or none is, those that run in a pass over token ids count, and of them the one
+    with the most parameters. Lists inside of a block (experts) are no candidates.
     """
-    candidates = [
-        name
+    lists = {
+        name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        and len(module) > 0
+        if name
+        and isinstance(module, nn.ModuleList | nn.Sequential)
         and not any(part.isdigit() for part in name.split("."))
-    ]
-    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in candidates}
+        and next(module.parameters(), None) is not None
+    }
     expected = getattr(text_config(model), "num_hidden_layers", None)
-    right = [name for name in candidates if len(model.get_submodule(name)) == expected]  # type: ignore[arg-type]
-    chosen = max(right or candidates, key=lambda name: sizes[name], default=None)
-    return chosen if chosen is not None and sizes[chosen] else None
+    right = [name for name, module in lists.items() if len(module) == expected]
+    if len(right) == 1:
+        return right[0]
+    candidates = _running(model, lists, right) or _running(model, lists, list(lists)) or right or list(lists)
+    return max(candidates, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
+
+
+def _running(model: nn.Module, lists: dict[str, Any], names: list[str]) -> list[str]:
+    """Those lists of which the first module runs; none where the pass cannot be traced."""
+    if len(names) < 2:
+        return []
+    try:
+        called = called_modules(model, [f"{name}.0" for name in names])
+    except Exception:  # whatever a foreign forward raises: then the names and sizes must do
+        return []
+    return [name for name in names if f"{name}.0" in called]
 
 
 def find_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

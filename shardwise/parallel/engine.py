@@ -93,7 +93,11 @@ class PipelineEngine:
         is_first, is_last = self.stages[0].is_first, self.stages[-1].is_last
         runtime.run(
             [(ids,) if is_first else () for ids in input_ids],  # other stages of the rank do not look at them
-            [{"position_ids": positions} for positions in position_ids],
+            [
+                # Later stages get the ids too: some models compute masks from them.
+                {"position_ids": positions, "input_ids": ids}
+                for positions, ids in zip(position_ids, input_ids, strict=True)
+            ],
             list(targets) if is_last else None,
             losses if is_last else None,
         )

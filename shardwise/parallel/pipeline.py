@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.models.calling import call_model
-from shardwise.models.chain import Chain, find_chain
+from shardwise.models.chain import Chain, Shape, find_chain
 from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
 from shardwise.parallel.balance import Balance
@@ -76,23 +76,23 @@ class PassThrough(StandIn):
 
 
 class Absent(StandIn):
-    """A module of the embedding (positions, norms) on a later stage, where its result is not used.
+    """A module of the embedding on a later stage: zeros of the shapes that it would return, which the entry drops."""
 
-    A hidden state passes through; in place of looked-up positions there is a zero, to which any shape adds.
-    """
+    like: torch.Tensor | None = None  # the received state: rows, length, dtype and device of the computation
 
-    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x if isinstance(x, torch.Tensor) and x.dim() > 2 else torch.zeros(())
+    def __init__(self, replaced: nn.Module, template: Any) -> None:
+        super().__init__(replaced)
+        self.template = template
 
-
-class NoEmbedding(StandIn):
-    """The token embedding on a later stage: zeros like what it would return, which the entry drops."""
-
-    like: torch.Tensor | None = None  # a tensor of the dtype and device of the computation
-
-    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.like is not None
-        return self.like.new_zeros(*ids.shape, self.like.shape[-1])
+        return _zeros(self.template, self.like)
+
+
+def _zeros(template: Any, like: torch.Tensor) -> Any:
+    if isinstance(template, Shape):
+        return template.zeros(like)
+    return tuple(_zeros(item, like) for item in template) if isinstance(template, tuple) else None
 
 
 class Entry(PassThrough):
@@ -135,12 +135,12 @@ class Stage(nn.Module):
         model: PreTrainedModel,
         blocks: Sequence[nn.Module],
         entry: Entry | None = None,
-        no_embedding: NoEmbedding | None = None,
+        absent: Sequence[Absent] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.blocks = list(blocks)  # a plain list: names and parameters stay those of the model
-        self.entry = (entry, no_embedding)  # a tuple for the same reason
+        self.entry: tuple[Any, ...] = (entry, *absent)  # a tuple for the same reason
         self.index, self.is_last = 0, True
         # Whether a gradient leaves at the input, and arrives at the output: not where nothing trains before.
         self.grads_at_ends = (True, True)
@@ -158,13 +158,15 @@ class Stage(nn.Module):
             self.dropout.next_micro_batch()
         if self.balance is not None:
             self.balance.next_micro_batch(x.shape[1])
-        entry, no_embedding = self.entry
-        if entry is None or no_embedding is None:
+        entry, *absent = self.entry
+        if entry is None:
             input_ids = x
         else:
-            # The model's forward scales or adds to what it takes for embeddings, so it gets a stand-in of this
-            # shape, and the first block of this stage the received state as it is.
-            entry.received, no_embedding.like = x, x.detach()
+            # The model's forward scales or adds to what it takes for embeddings, so that is of no value,
+            # and the first block of this stage gets the received state as it is.
+            entry.received = x
+            for module in absent:
+                module.like = x.detach()
             input_ids = torch.zeros_like(position_ids) if input_ids is None else input_ids
         try:
             return call_model(self.model, input_ids, position_ids)
@@ -237,7 +239,8 @@ def cut_modules(model: PreTrainedModel, structure: Structure, chain: Chain, cut:
     blocks = model.get_submodule(structure.blocks)
     owned = [blocks[i] for i in range(cut.first_block, cut.last_block)]
     is_first, is_last = cut.first_block == 0, cut.last_block == structure.num_blocks
-    entry, no_embedding = None, None
+    entry: Entry | None = None
+    absent: list[Absent] = []
     for index in range(structure.num_blocks):
         if index == cut.first_block - 1:
             blocks[index] = entry = Entry(blocks[index], chain)
@@ -246,14 +249,13 @@ def cut_modules(model: PreTrainedModel, structure: Structure, chain: Chain, cut:
         elif not cut.first_block <= index < cut.last_block:
             blocks[index] = PassThrough(blocks[index], chain)
     if not is_first:
-        no_embedding = NoEmbedding(model.get_submodule(structure.embedding))
-        _replace(model, structure.embedding, no_embedding)
-        for name in chain.before:
-            _replace(model, name, Absent(model.get_submodule(name)))
+        for name in (structure.embedding, *chain.before):
+            absent.append(Absent(model.get_submodule(name), chain.templates[name]))
+            _replace(model, name, absent[-1])
     if not is_last:
         for name in (structure.head, *chain.after):
             _replace(model, name, StandIn(model.get_submodule(name)))
-    return Stage(model, owned, entry, no_embedding)
+    return Stage(model, owned, entry, absent)
 
 
 def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:

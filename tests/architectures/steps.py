@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def examine_into(finding: Any, config: Any) -> None:
         return
     finding.structure, finding.num_blocks = "ok", structure.num_blocks
     finding.kinds = list(structure.kinds)
-    _cut_in_two(finding, model, structure)
+    dtype = next(model.parameters()).dtype
+    _cut_in_two(finding, lambda: build_small(small, dtype), structure)
 
 
 def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,32 +86,35 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _cut_in_two(finding: Any, model: Any, structure: Any) -> None:
+def _cut_in_two(finding: Any, build: Callable[[], Any], structure: Any) -> None:
     """Compare two stages, run one after the other in this process, with the whole model."""
     try:
-        chain = find_chain(model, structure)
+        chain = find_chain(build(), structure)
     except PlanError as error:
         finding.pipeline = f"refused: {error.rule}"
         return
     try:
-        finding.pipeline_error, where = largest_error(model, structure, chain)
+        finding.pipeline_error, where = largest_error(build, structure, chain)
     except Exception as error:
         finding.pipeline = _reason(error)
         return
-    limit = FLOAT64_GRADIENT if next(model.parameters()).dtype is torch.float64 else FP32_GRADIENT
+    limit = FLOAT64_GRADIENT if finding.forward == "ok" else FP32_GRADIENT
     exact = finding.pipeline_error <= limit
     finding.pipeline = "exact" if exact else f"differs by {finding.pipeline_error:.1e} at {where}"
 
 
-def largest_error(model: Any, structure: Any, chain: Any) -> tuple[float, str]:
-    """The largest error of logits and of every parameter's gradient, and where it is."""
+def largest_error(build: Callable[[], Any], structure: Any, chain: Any) -> tuple[float, str]:
+    """The largest error of logits and of every parameter's gradient, and where it is.
+
+    ``build`` returns the same model each time: a copy of one that has run may keep what it computed.
+    """
     ids, positions = inputs()
     middle = structure.num_blocks // 2
-    first = cut_modules(copy.deepcopy(model), structure, chain, StageCut(0, middle))
-    last = cut_modules(copy.deepcopy(model), structure, chain, StageCut(middle, structure.num_blocks))
+    model = build()
+    first = cut_modules(build(), structure, chain, StageCut(0, middle))
+    last = cut_modules(build(), structure, chain, StageCut(middle, structure.num_blocks))
     want = call_model(model, ids, positions)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(want.dtype)
-    model.zero_grad()
     (want * weights).sum().backward()
     hidden = first(ids, positions, ids)
     received = hidden.detach().requires_grad_()
@@ -127,7 +131,8 @@ def largest_error(model: Any, structure: Any, chain: Any) -> tuple[float, str]:
                 gradients[name] = gradients.get(name, 0) + parameter.grad
     owned = [name for stage in (first, last) for name, _ in stage.model.named_parameters()]
     tied = [f"{structure.head}.weight"] if structure.tied else []
-    assert sorted(owned) == sorted([name for name, _ in model.named_parameters()] + tied), "parameters of the stages"
+    whole = [name for name, _ in model.named_parameters()] + tied
+    assert sorted(owned) == sorted(whole), f"parameters of one side only: {sorted(set(owned) ^ set(whole))}"
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert wanted.keys() == gradients.keys(), "other parameters have gradients"
     total = float(torch.stack([grad.norm() for grad in wanted.values()]).norm())
@@ -138,5 +143,5 @@ def largest_error(model: Any, structure: Any, chain: Any) -> tuple[float, str]:
 
 
 def _error(got: torch.Tensor, want: torch.Tensor, total: float) -> float:
-    error = relative_error(float((got - want).norm()), float(want.norm()), total)
+    error = relative_error(float((got - want).detach().norm()), float(want.detach().norm()), total)
     return error if error == error else float("inf")

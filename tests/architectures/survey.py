@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIME_LIMIT = 120.0
+TIME_LIMIT = 300.0
 
 
 @dataclass
@@ -58,7 +58,12 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0, "clip_qkv": 8.0}},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
 }
@@ -98,8 +103,9 @@ def _work(name: str, sender: Connection) -> None:
 
 def survey(names: Sequence[str], workers: int, limit: float = TIME_LIMIT) -> Iterator[Finding]:
     """The findings of ``names`` as they come, each from a forked process."""
-    import torch  # noqa: F401
     import transformers
+
+    from tests.architectures import steps  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     context = multiprocessing.get_context("fork")  # torch and transformers are imported once; nothing has run yet

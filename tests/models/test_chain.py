@@ -1,0 +1,153 @@
+"""The structure and the chain of blocks of models that transformers has, and of modules that it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from shardwise.errors import PlanError
+from shardwise.models.build import freeze_stored_buffers
+from shardwise.models.calling import call_model
+from shardwise.models.chain import find_chain
+from shardwise.models.kinds import number_kinds
+from shardwise.models.shrink import build_small, shrink
+from shardwise.models.structure import find_structure
+from shardwise.spec.tolerance import FLOAT64_GRADIENT
+from tests.architectures.steps import inputs, largest_error
+
+VOCABULARY, WIDTH = 64, 16
+
+
+class Block(nn.Module):
+    """Attention and MLP side by side, q, k and v in one weight in an unusual order; a tuple comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vkq = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+
+    def forward(self, scale: float, x: torch.Tensor) -> tuple[None, torch.Tensor]:
+        value, key, query = self.vkq(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = self.out(mixed.transpose(1, 2).flatten(2))
+        return None, x + scale * (attended + self.mlp(x))
+
+
+class Custom(nn.Module):
+    """A module without a configuration; ``order`` says which block runs when."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1), skip: bool = False) -> None:
+        super().__init__()
+        self.order, self.skip = order, skip
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = start = self.embed(input_ids) + self.places(position_ids)
+        for index in self.order:
+            x = self.blocks[index](0.5, x)[1]
+        return self.head(self.norm(x + start if self.skip else x))
+
+
+def custom(**options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Custom(**options).double()
+
+    return build
+
+
+def test_a_custom_module_is_cut_exactly() -> None:
+    build = custom()
+    structure = find_structure(build())
+    assert (structure.blocks, structure.embedding, structure.head) == ("blocks", "embed", "head")
+    assert structure.tied
+    assert structure.kinds == (0, 0)
+    chain = find_chain(build(), structure)
+    assert (chain.before, chain.after) == (("places",), ("norm",))
+    assert (chain.input_key, chain.num_outputs, chain.output_index) == (1, 2, 1)
+    error, where = largest_error(build, structure, chain)
+    assert error <= FLOAT64_GRADIENT, where
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"order": (0, 1, 0)}, "block 0 runs 2 times"),
+        ({"order": (1, 0)}, "they run as [1, 0]"),
+        ({"order": (0,)}, "they run as [0]"),
+        ({"skip": True}, "what follows the blocks depends on"),
+    ],
+)
+def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None:
+    model = custom(**options)()
+    with pytest.raises(PlanError, match="Use pp=1") as refusal:
+        find_chain(model, find_structure(model))
+    assert rule in refusal.value.rule
+
+
+def test_a_module_without_blocks_is_refused() -> None:
+    model = custom()()
+    del model.blocks
+    with pytest.raises(PlanError, match="has no list of blocks"):
+        find_structure(model)
+
+
+# Learned positions; a norm of the embedding and ALiBi; parallel blocks; experts with dense blocks first; linear and
+# full attention; a head with a transformation; a decoder that is half of an encoder-decoder; state space.
+EXACT = ("gpt2", "bloom", "gptj", "deepseek_v3", "qwen3_next", "roberta", "bart", "mamba2", "gemma2")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_two_stages_equal_the_model(name: str) -> None:
+    config = CONFIG_MAPPING[name]()
+    if name == "roberta":
+        config.is_decoder = True
+    small = shrink(config)
+    structure = find_structure(build_small(small))
+    chain = find_chain(build_small(small), structure)
+    error, where = largest_error(lambda: build_small(small), structure, chain)
+    assert error <= FLOAT64_GRADIENT, where
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "hrm_text"])
+def test_further_flows_are_refused(name: str) -> None:
+    model = build_small(shrink(CONFIG_MAPPING[name]()))
+    with pytest.raises(PlanError, match=r"strategy\.pp above 1"):
+        find_chain(model, find_structure(model))
+
+
+def test_what_files_hold_is_a_weight_that_does_not_train() -> None:
+    small = shrink(CONFIG_MAPPING["deepseek_v3"]())
+    plain, frozen = build_small(small), build_small(small)
+    with torch.no_grad():
+        for model in (plain, frozen):
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.linspace(0.0, 3.0, len(buffer)))
+    freeze_stored_buffers(frozen)
+    assert torch.equal(call_model(plain, *inputs()), call_model(frozen, *inputs()))
+    assert plain.state_dict().keys() == frozen.state_dict().keys()
+    added = [p for name, p in frozen.named_parameters() if name.endswith("e_score_correction_bias")]
+    assert len(added) == 2
+    assert not any(p.requires_grad for p in added)
+
+
+def test_kinds_are_numbered_as_they_come() -> None:
+    assert number_kinds(["b", "a", "b", "c"]) == (0, 1, 0, 2)
