@@ -65,6 +65,28 @@ def train(
     raise typer.Exit(_train(_tree(settings or [], options)))
 
 
+@app.command()
+@_interruptible
+def check(
+    settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of processes of the run")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Prove the plan of a run on a small copy of its model, on a few CPU processes, against one process."""
+    from shardwise.launch.checking import run_check
+    from shardwise.report.checking import show_check
+    from shardwise.report.tables import print_json
+
+    result = run_check(_tree(settings or [], {"model": model, "devices": devices}))
+    if result.report is not None:
+        if as_json:
+            print_json(result.report)
+        else:
+            show_check(result.report, Console())
+    raise typer.Exit(result.exit_code)
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_interruptible
 def run(
