@@ -34,6 +34,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
 from shardwise.spec.strategy import Strategy
+from shardwise.tensor.cache import TableCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import train_step
@@ -51,8 +52,10 @@ def work(context: WorkerContext) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     folder = context.output_dir
     run, plan = parse_run(load_yaml(folder / RUN)), Plan.load(folder / PLAN)
-    degrees: dict[str, int] = json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
-    small = _agree(run, plan, degrees, folder)
+    request = json.loads((folder / LAYOUT).read_text(encoding="utf-8"))
+    degrees: dict[str, int] = request["degrees"]
+    tables = TableCache(Path(request["tables"]) if request["tables"] else None)
+    small = _agree(run, plan, degrees, folder, tables)
     strategy = small_strategy(plan, degrees, small.num_blocks)
     want: Reference = torch.load(folder / _REFERENCE, weights_only=False)
     findings = compare_rank(run, small, strategy, want, _global_batch_size(plan, strategy))
@@ -68,12 +71,12 @@ def _global_batch_size(plan: Plan, strategy: Strategy) -> int:
     return strategy.dp * strategy.micro_batch_size * num_micro_batches(plan)
 
 
-def _agree(run: RunConfig, plan: Plan, degrees: dict[str, int], folder: Path) -> SmallModel:
+def _agree(run: RunConfig, plan: Plan, degrees: dict[str, int], folder: Path, tables: TableCache) -> SmallModel:
     """The small copy on every rank; rank 0 makes it, and the reference."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            small = shrink_run(run, plan.strategy.tp, degrees["tp"])
+            small = shrink_run(run, plan.strategy.tp, degrees["tp"], tables)
             strategy = small_strategy(plan, degrees, small.num_blocks)
             steps = _steps(small, _global_batch_size(plan, strategy))
             torch.save(run_reference(small, steps, run.train), folder / _REFERENCE)

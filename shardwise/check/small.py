@@ -20,6 +20,7 @@ from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure
 from shardwise.parallel.tensor import proven_table
 from shardwise.spec.run import LoraConfig, RunConfig
+from shardwise.tensor.cache import TableCache
 
 _LENGTHS = (3, 12)  # of rows, both included
 _ADAPTER_STD = 0.1
@@ -43,12 +44,13 @@ class SmallModel:
     notes: tuple[str, ...]
 
 
-def shrink_run(run: RunConfig, true_degree: int, degree: int) -> SmallModel:
+def shrink_run(run: RunConfig, true_degree: int, degree: int, tables: TableCache) -> SmallModel:
     """The small copy of a run's model. What the true size decides is decided here, on meta.
 
     Args:
         true_degree: the plan's tensor degree, whose table is found and proven.
         degree: the tensor degree that the copy is to be split by.
+        tables: where the true degree's table is looked for first, and kept.
 
     Raises:
         ConfigError, PlanError: the model cannot be built or described, split by ``true_degree``, or given these
@@ -57,7 +59,7 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int) -> SmallModel:
     real = build_on_meta(Path(run.model), run.attn_implementation)
     find_structure(real)
     if true_degree > 1:
-        proven_table(real, true_degree)
+        proven_table(real, true_degree, tables)
     lora = None if run.lora is None else _short_lora(run.lora, find_adapters(real, run.lora))
     config, notes = _without_chance(shrink(real.config, degree=degree))
     small = build_meta(config, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -12,14 +13,15 @@ from typing import Any
 
 from shardwise.check.layouts import Coverage, coverage, layouts
 from shardwise.check.names import LAYOUT, PLAN, REPORT, RUN, TARGET
+from shardwise.errors import DifferenceError
 from shardwise.launch.agent import launch
 from shardwise.launch.forkserver import PRELOAD_MORE
 from shardwise.launch.resolve import prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
+from shardwise.tensor.cache import cache_folder
 
 SCHEMA = 1
-EXIT_DIFFERENT = 4  # a difference was found
 _FAILED = 3
 
 
@@ -54,7 +56,7 @@ def run_check(tree: dict[str, Any]) -> CheckResult:
             break
     told = coverage(plan, chosen, run.train.precision or "fp32", run.train.compile)
     merged = merge(reports, told)
-    return CheckResult(0 if merged["ok"] else EXIT_DIFFERENT, merged)
+    return CheckResult(0 if merged["ok"] else DifferenceError.exit_code, merged)
 
 
 def _run_layout(run: RunConfig, plan: Plan, layout: dict[str, int]) -> tuple[int, dict[str, Any] | None]:
@@ -64,7 +66,9 @@ def _run_layout(run: RunConfig, plan: Plan, layout: dict[str, int]) -> tuple[int
     try:
         (folder / RUN).write_text(dump_run(run), encoding="utf-8")
         replace(plan, device_type="cpu").save(folder / PLAN)
-        (folder / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
+        tables = cache_folder(os.environ)
+        request = {"degrees": layout, "tables": None if tables is None else str(tables)}
+        (folder / LAYOUT).write_text(json.dumps(request), encoding="utf-8")
         env = {PRELOAD_MORE: "peft"} if run.lora else None
         code = launch(folder, math.prod(layout.values()), target=TARGET, env=env)
         path = folder / REPORT

@@ -17,7 +17,8 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.pipeline import cut_stage, tied_group
 from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
-from shardwise.parallel.tensor import agree_on_table, tensor_group
+from shardwise.parallel.tensor import NO_TABLES, agree_on_table, tensor_group
+from shardwise.tensor.cache import TableCache
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.table import ShardingTable, Style
 
@@ -29,6 +30,7 @@ def parallelize(
     seed: int = 0,
     *,
     compiled: bool = False,
+    tables: TableCache = NO_TABLES,
 ) -> tuple[ParallelModel, ShardingTable]:
     """Split a model that is on the meta device; every step is a no-op at degree 1.
 
@@ -40,6 +42,7 @@ def parallelize(
         adapters: what is added to the model and trained in its place, None to train all of it.
         seed: of dropout.
         compiled: whether blocks are compiled.
+        tables: where the sharding table is looked for first, and kept.
 
     Returns:
         The parallel model with uninitialised weights (buffers are filled) and the sharding table used.
@@ -49,7 +52,7 @@ def parallelize(
     """
     strategy, compute_dtype = mesh.strategy, model.dtype
     structure = find_structure(model)
-    table = agree_on_table(model, mesh)
+    table = agree_on_table(model, mesh, tables)
     routers = take_routers(model)
     inject(model, adapters)
     stage, layouts = cut_stage(model, structure, mesh)

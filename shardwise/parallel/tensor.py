@@ -11,9 +11,12 @@ from shardwise.errors import ShardwiseError
 from shardwise.models.shrink import build_small, shrink
 from shardwise.parallel.dropout import refuse_dropout_by_function
 from shardwise.parallel.mesh import Mesh
+from shardwise.tensor.cache import TableCache
 from shardwise.tensor.find import find_table
 from shardwise.tensor.group import ProcessTensorGroup
 from shardwise.tensor.table import ShardingTable
+
+NO_TABLES = TableCache(None)
 
 
 def tensor_group(mesh: Mesh) -> ProcessTensorGroup | None:
@@ -21,8 +24,11 @@ def tensor_group(mesh: Mesh) -> ProcessTensorGroup | None:
     return None if mesh.size("tp") == 1 else ProcessTensorGroup(mesh.group("tp"))
 
 
-def agree_on_table(model: PreTrainedModel, mesh: Mesh) -> ShardingTable:
+def agree_on_table(model: PreTrainedModel, mesh: Mesh, tables: TableCache = NO_TABLES) -> ShardingTable:
     """The sharding table of ``model`` (whole, on meta): found once, by rank 0, and handed to all.
+
+    Args:
+        tables: where rank 0 looks first, and keeps what it has found.
 
     Raises:
         PlanError: rank 0's refusal, on every rank.
@@ -33,7 +39,7 @@ def agree_on_table(model: PreTrainedModel, mesh: Mesh) -> ShardingTable:
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            box[0] = proven_table(model, degree)
+            box[0] = proven_table(model, degree, tables)
         except ShardwiseError as error:
             box[0] = error
     dist.broadcast_object_list(box, src=0)
@@ -43,12 +49,17 @@ def agree_on_table(model: PreTrainedModel, mesh: Mesh) -> ShardingTable:
     return table
 
 
-def proven_table(model: PreTrainedModel, degree: int) -> ShardingTable:
-    """The table of ``model`` over ``degree`` ranks, found and proven on a small copy in this process.
+def proven_table(model: PreTrainedModel, degree: int, tables: TableCache = NO_TABLES) -> ShardingTable:
+    """The table of ``model`` over ``degree`` ranks, found and proven on a small copy in this process, or before.
 
     Raises:
         PlanError: no small copy can be built, the split of it differs from the whole, or dropout cannot be kept alike.
     """
+    known = tables.find(model.config, degree)
+    if known is not None:
+        return known
     small = build_small(shrink(model.config, degree=degree))
     refuse_dropout_by_function(small, degree)
-    return find_table(model, small, degree)
+    table = find_table(model, small, degree)
+    tables.keep(model.config, table)
+    return table

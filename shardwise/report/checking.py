@@ -38,7 +38,7 @@ def show_check(report: dict[str, Any], console: Console) -> None:
 
 def _line(console: Console, label: str, text: str) -> None:
     """Text as it is: names of modules may look like markup."""
-    console.print(Text.assemble((f"{label:12}", "bold"), " ", text), soft_wrap=not console.is_terminal)
+    console.print(Text.assemble((f"{label:12}", "bold"), " ", text))
 
 
 def _steps(steps: list[dict[str, float | None]]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,3 @@ def a_rank_that_raises(context: WorkerContext) -> dict[str, Any]:
     if context.rank == 1:
         raise RuntimeError("out of luck")
     return work(context)
-
-
-def target(name: str) -> str:
-    return f"{Path(__file__).stem and __name__}:{name}"

@@ -1,10 +1,20 @@
-"""Answers as data on stdout."""
+"""Results on stdout: as data, or for people."""
 
 from __future__ import annotations
 
 import json
 import math
 from typing import Any
+
+from rich.console import Console
+
+_WIDTH = 160  # of tables that go to no terminal
+
+
+def results_console() -> Console:
+    """A console on stdout; without a terminal a wide one, so that no name is broken."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def print_json(answer: dict[str, Any]) -> None:
