@@ -35,10 +35,15 @@ def layouts(strategy: Strategy) -> list[dict[str, int]]:
     return [*found, *(dict.fromkeys(AXES, 1) | {axis: degrees[axis]} for axis in alone)]
 
 
+def num_stages(strategy: Strategy, degrees: dict[str, int]) -> int:
+    """Stages of a layout: each of its pipeline ranks has as many as one of the plan's."""
+    return degrees["pp"] * (len(strategy.stages) // strategy.pp)
+
+
 def small_strategy(plan: Plan, degrees: dict[str, int], num_blocks: int) -> Strategy:
     """The strategy of one layout on a copy of ``num_blocks`` blocks; everything but sizes is the plan's."""
     strategy = plan.strategy
-    stages = default_stages(num_blocks, degrees["pp"])
+    stages = default_stages(num_blocks, num_stages(strategy, degrees))
     return replace(
         strategy,
         pp=degrees["pp"],

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from shardwise.check.findings import GradientPart, RankFindings, summarise
-from shardwise.check.layouts import NUM_STEPS, num_micro_batches, small_strategy
+from shardwise.check.layouts import NUM_STEPS, num_micro_batches, num_stages, small_strategy
 from shardwise.check.names import LAYOUT, PLAN, REPORT, RUN
 from shardwise.check.outputs import Outputs, RankView, output_errors
 from shardwise.check.reference import LEARNING_RATE, Reference, precision, recorded, run_reference
@@ -58,7 +58,7 @@ def work(context: WorkerContext) -> dict[str, Any]:
     small = _agree(run, plan, degrees, folder, tables)
     strategy = small_strategy(plan, degrees, small.num_blocks)
     want: Reference = torch.load(folder / _REFERENCE, weights_only=False)
-    findings = compare_rank(run, small, strategy, want, _global_batch_size(plan, strategy))
+    findings = compare_rank(run, small, strategy, want, _global_batch_size(plan, strategy), tables)
     everyone: list[Any] = [None] * context.world_size
     dist.all_gather_object(everyone, findings)
     if context.rank == 0:
@@ -76,7 +76,7 @@ def _agree(run: RunConfig, plan: Plan, degrees: dict[str, int], folder: Path, ta
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            small = shrink_run(run, plan.strategy.tp, degrees["tp"], tables)
+            small = shrink_run(run, plan.strategy.tp, degrees["tp"], num_stages(plan.strategy, degrees), tables)
             strategy = small_strategy(plan, degrees, small.num_blocks)
             steps = _steps(small, _global_batch_size(plan, strategy))
             torch.save(run_reference(small, steps, run.train), folder / _REFERENCE)
@@ -102,12 +102,18 @@ def _steps(small: SmallModel, global_batch_size: int) -> list[list[Row]]:
 
 
 def compare_rank(
-    run: RunConfig, small: SmallModel, strategy: Strategy, want: Reference, global_batch_size: int
+    run: RunConfig,
+    small: SmallModel,
+    strategy: Strategy,
+    want: Reference,
+    global_batch_size: int,
+    tables: TableCache,
 ) -> RankFindings:
     """Train this rank's part of the copy under ``strategy`` and compare it with the same steps in one process."""
     mesh = build_mesh(strategy, torch.device("cpu"))
     with precision(want.dtype):
-        model, table = parallelize(build_meta(small.config, want.dtype), mesh, small.adapters, run.train.seed)
+        whole = build_meta(small.config, want.dtype)
+        model, table = parallelize(whole, mesh, small.adapters, run.train.seed, tables=tables)
         for shard in model.shards:
             shard.data.copy_(take(want.state[shard.layout.source], shard.layout))
         batches = _loader(small, mesh, global_batch_size).batches()

@@ -23,6 +23,7 @@ from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.tensor.cache import TableCache
 
 _LENGTHS = (3, 12)  # of rows, both included
+_BLOCKS_PER_KIND = 2
 _ADAPTER_STD = 0.1
 _SPECIAL_IDS = 5  # the first ids are often those of padding and ends
 
@@ -44,12 +45,13 @@ class SmallModel:
     notes: tuple[str, ...]
 
 
-def shrink_run(run: RunConfig, true_degree: int, degree: int, tables: TableCache) -> SmallModel:
+def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, tables: TableCache) -> SmallModel:
     """The small copy of a run's model. What the true size decides is decided here, on meta.
 
     Args:
         true_degree: the plan's tensor degree, whose table is found and proven.
         degree: the tensor degree that the copy is to be split by.
+        num_stages: pipeline stages that its blocks have to fill.
         tables: where the true degree's table is looked for first, and kept.
 
     Raises:
@@ -61,7 +63,10 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, tables: TableCache
     if true_degree > 1:
         proven_table(real, true_degree, tables)
     lora = None if run.lora is None else _short_lora(run.lora, find_adapters(real, run.lora))
-    config, notes = _without_chance(shrink(real.config, degree=degree))
+    num_blocks = max(_BLOCKS_PER_KIND, num_stages)
+    config, notes = _without_chance(shrink(real.config, degree=degree, num_blocks_per_kind=num_blocks))
+    if run.lora is not None and run.lora.dropout:
+        notes.append("dropout (lora.dropout)")
     small = build_meta(config, torch.float32)
     adapters = None if lora is None else find_adapters(small, lora)
     return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes))

@@ -96,6 +96,8 @@ def test_right_plans_agree_in_float64(name: str, tmp_path: Path) -> None:
     assert report["schema"] == 1
     assert report["ok"]
     assert report["first_difference"] is None
+    for page in ("docs/en/check.md", "docs/zh/check.md"):
+        assert all(f"`{key}`" in (ROOT / page).read_text(encoding="utf-8") for key in report)
     assert report["covered"]["precision"] == "float64"
     assert len(report["steps"]) == 3
     assert report["limits"]["gradient"] == 1e-9
@@ -148,13 +150,13 @@ def test_a_rank_that_fails_is_no_difference(tmp_path: Path) -> None:
     ("family", "words", "message"),
     [
         ("llama", ("lora.target_modules=[q_prj]",), "q_proj?"),
-        ("gpt_neo", ("tp=2",), "masks would differ"),
+        ("starcoder2", ("tp=2",), "masks would differ"),
     ],
 )
 def test_what_only_the_model_tells_is_refused_as_in_training(
     family: str, words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    changes = {"llama": {"num_hidden_layers": 2}, "gpt_neo": {"resid_dropout": 0.1}}[family]
+    changes = {"llama": {"num_hidden_layers": 2}, "starcoder2": {"residual_dropout": 0.1}}[family]
     code, out, err = run(make_config(tmp_path / "m", family, **changes), tmp_path / "tmp", *words)
     assert (code, out) == (2, ""), err
     assert message in err
