@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -27,6 +28,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
+model_app = typer.Typer(help="What a model is made of.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -63,6 +66,28 @@ def train(
     """Train a model, split over processes as the strategy says."""
     options = {"model": model, "data.train": data, "devices": devices, "device": device, "output_dir": output_dir}
     raise typer.Exit(_train(_tree(settings or [], options)))
+
+
+@app.command()
+@_interruptible
+def check(
+    settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of processes of the run")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Prove the plan of a run on a small copy of its model, on a few CPU processes, against one process."""
+    from shardwise.launch.checking import run_check
+    from shardwise.report.checking import show_check
+    from shardwise.report.results import print_json, results_console
+
+    result = run_check(_tree(settings or [], {"model": model, "devices": devices}))
+    if result.report is not None:
+        if as_json:
+            print_json(result.report)
+        else:
+            show_check(result.report, results_console())
+    raise typer.Exit(result.exit_code)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -126,6 +151,33 @@ def export(
     print(out, flush=True)
     if not comparison.agrees:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+@model_app.command("show")
+@_interruptible
+def model_show(
+    folder: Annotated[str, typer.Argument(help="a Hugging Face folder, or a model's name; config.json is enough")],
+    tp: Annotated[
+        list[int] | None, typer.Option(min=1, help="a tensor degree; may be repeated. Else all legal")
+    ] = None,
+    models_dir: Annotated[str | None, typer.Option(help="a folder of models")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Show what a model is made of, and how it can be split over tensor and pipeline ranks."""
+    from shardwise.check.description import describe
+    from shardwise.launch.hub import locate_model
+    from shardwise.log import say
+    from shardwise.report.models import show_model
+    from shardwise.report.results import print_json, results_console
+    from shardwise.tensor.cache import TableCache, cache_folder
+
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
+    found = locate_model(folder, models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=True)
+    answer = describe(found, tp or [], TableCache(cache_folder(os.environ)), say)
+    if as_json:
+        print_json(answer)
+    else:
+        show_model(answer, results_console())
 
 
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:

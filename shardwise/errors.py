@@ -34,6 +34,12 @@ class CheckpointError(ShardwiseError):
     """Weights, a checkpoint or an export that is incomplete, foreign or does not fit."""
 
 
+class DifferenceError(ShardwiseError):
+    """A comparison that was asked for found a difference."""
+
+    exit_code = 4
+
+
 class SaveError(ShardwiseError):
     """A checkpoint or an export that could not be written; what was there before is untouched."""
 

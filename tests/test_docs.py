@@ -26,6 +26,7 @@ from shardwise.launch.resolve import prepare
 from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig, RunConfig
+from tests.check.commands import checks_a_plan, shows_a_model
 from tests.fixtures import make_model, make_rows
 from tests.parallel.lora_harness import make_adapter
 
@@ -225,6 +226,7 @@ RESUMED_RUN = "shardwise train output/run.yaml resume=auto"
 EXAMPLE = "examples/train.py models/SmolLM2-135M-Instruct examples/data/chat.jsonl"
 MEETING = "rdzv_endpoint=10.0.0.1:29400"
 GENERATE = 'shardwise generate output/export "Why is a model split?"'
+CHECK = "shardwise check run.yaml"
 COMMANDS: dict[str, Check] = {
     "make train": makes_a_valid_run,
     "make test": makes_pytest,
@@ -262,6 +264,10 @@ COMMANDS: dict[str, Check] = {
     GENERATE: answers,
     f"{OWN_RUN} use_lora=true": is_valid_run,
     "shardwise export --merge output merged": merges,
+    CHECK: checks_a_plan,
+    f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
+    "shardwise model show DIR": shows_a_model,
+    "shardwise model show DIR --tp 2 --json": shows_a_model,
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.api.ambient import AMBIENT
 from shardwise.api.arguments import TrainingArguments
 from shardwise.api.auto import AutoModel, ModelHandle
+from shardwise.api.checking import check_before_start
 from shardwise.api.contact import contact, devices_said
 from shardwise.api.messages import unknown
 from shardwise.config import apply_overrides
@@ -37,7 +38,17 @@ _REFUSED = {
     "model_init": "use AutoModel.from_config(name) for random weights",
     "peft_config": "use TrainingArguments(use_lora=True)",
 }
-_TAKEN = ("model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "strategy", "callbacks")
+_TAKEN = (
+    "model",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "tokenizer",
+    "processing_class",
+    "strategy",
+    "callbacks",
+    "check",
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,11 @@ class Trainer:
             other name.
         strategy: keys of the section ``strategy``, such as ``{"pp": 2, "tp": 2}``.
         callbacks: told of what happens, in this order; every rank makes the same ones (:class:`Callback`).
+        check: before the job starts, prove the strategy on a small copy of the model, on a few CPU processes.
 
     Raises:
         ConfigError, PlanError: what cannot run.
+        DifferenceError: the check found a difference.
     """
 
     def __init__(
@@ -90,6 +103,7 @@ class Trainer:
         eval_dataset: Any = None,
         strategy: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
+        check: bool = False,
         **more: Any,
     ) -> None:
         self.args = _arguments(args)
@@ -104,6 +118,8 @@ class Trainer:
         run = parse_run(translate(tree)[0])
         for note in self.args.notes:
             say(f"TrainingArguments: {note}")
+        if check:
+            check_before_start(tree)
         # Whether the output folder may be used depends on train(), which says whether it resumes.
         contact(lambda: prepare(tree, command="script")[1].devices, run.devices)
 

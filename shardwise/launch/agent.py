@@ -84,9 +84,10 @@ class Work:
         return self.nodes.rank == 0
 
     def grace_seconds(self) -> float | None:
-        """Seconds that a stop may take; None while there is nothing to save, in a script that does not train yet."""
+        """Seconds that a stop may take; None while there is nothing to save: in a script that does not train yet, in
+        a check."""
         path = self.folder / "run.yaml"
-        if isinstance(self.target, Script) and not path.exists():
+        if not path.exists():
             return None
         return SaveConfig.model_validate(load_yaml(path).get("save") or {}).grace_seconds
 

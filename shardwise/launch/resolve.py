@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.launch.compiler import check_compiler
@@ -63,26 +63,26 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     for key in _PATH_KEYS:
         check_path(key, get(run, key))
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
-    folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
+    is_check = command == "check"  # it reads no weights, and runs on the CPU
+    folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
     model = read_model(folder)
-    if run.model_init == "pretrained":
+    if run.model_init == "pretrained" and (model.has_weights or not is_check):
         check_weights(folder, model)
-    device = choose_device(os.environ.get("SHARDWISE_DEVICE") or run.device)
+    device, local = _devices(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)
     run = locate_tokenizer(run)
     if command == "train":
         check_data(run, in_memory)
         check_output(run, folder, nodes)
     if command in ("train", "script"):
         check_trackers(run)
-    local = count_devices(device)
     strategy, rows = resolve(run, model, local * nodes.count)
-    if run.train.compile:
+    if run.train.compile and not is_check:
         check_compiler(device)
     per_machine = local_processes(strategy.world_size, nodes)
-    if per_machine > _MAX_LOCAL and command != "plan":
+    if per_machine > _MAX_LOCAL and command not in ("plan", "check"):
         rule = f"is {per_machine} processes on one machine, and {_MAX_LOCAL} is the most"
         raise ConfigError(f"devices = {strategy.world_size}", rule, "Use smaller degrees, or more machines (nnodes)")
-    if per_machine > local and device != "cpu":
+    if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
     filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
@@ -133,6 +133,17 @@ def choose_device(wanted: str) -> DeviceType:
         variable = _VISIBLE[wanted]
         raise ConfigError(f"device = {wanted!r}", f"none is visible ({variable}={os.environ.get(variable)})", _OVERRIDE)
     return cast(DeviceType, wanted)
+
+
+def _devices(wanted: str, may_be_absent: bool) -> tuple[DeviceType, int]:
+    """The device type to run on and how many of them are here; one that may be absent counts as 1 where it is."""
+    try:
+        device = choose_device(wanted)
+    except ConfigError:
+        if not may_be_absent or wanted not in get_args(DeviceType):
+            raise
+        return cast(DeviceType, wanted), 1
+    return device, count_devices(device)
 
 
 def count_devices(device: DeviceType) -> int:

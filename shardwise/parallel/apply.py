@@ -19,8 +19,9 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.pipeline import Stage, cut_stages, tied_group
 from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
-from shardwise.parallel.tensor import agree_on_table, tensor_group
+from shardwise.parallel.tensor import NO_TABLES, agree_on_table, tensor_group
 from shardwise.spec.layout import ParamLayout
+from shardwise.tensor.cache import TableCache
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.positions import Positions
 from shardwise.tensor.table import ShardingTable, Style
@@ -33,6 +34,7 @@ def parallelize(
     seed: int = 0,
     *,
     compiled: bool = False,
+    tables: TableCache = NO_TABLES,
 ) -> tuple[ParallelModel, ShardingTable]:
     """Split a model that is on the meta device; every step is a no-op at degree 1.
 
@@ -44,6 +46,7 @@ def parallelize(
         adapters: what is added to the model and trained in its place, None to train all of it.
         seed: of dropout.
         compiled: whether blocks are compiled.
+        tables: where the sharding table is looked for first, and kept.
 
     Returns:
         The parallel model with uninitialised weights (buffers are filled) and the sharding table used.
@@ -53,7 +56,7 @@ def parallelize(
     """
     compute_dtype = model.dtype
     structure = find_structure(model)
-    table = agree_on_table(model, mesh)
+    table = agree_on_table(model, mesh, tables)
     routers = take_routers(model)
     inject(model, adapters)
     stages, shards = [], []

@@ -27,9 +27,11 @@ from shardwise.models.tokenizer import load_tokenizer
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.tensor import NO_TABLES
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 from shardwise.spec.template import template_text
+from shardwise.tensor.cache import TableCache
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -75,8 +77,10 @@ class Blueprint:
         return find_adapters(self.model, self._run.lora) if self._run.lora is not None else None
 
 
-def load_model(run: RunConfig, plan: Plan, mesh: Mesh, blueprint: Blueprint | None = None) -> tuple[LoadedModel, Plan]:
-    """Build on meta, split by the plan, read or draw this rank's slices.
+def load_model(
+    run: RunConfig, plan: Plan, mesh: Mesh, blueprint: Blueprint | None = None, tables: TableCache = NO_TABLES
+) -> tuple[LoadedModel, Plan]:
+    """Build on meta, split by the plan, read or draw this rank's slices; ``tables`` may know how to split.
 
     Args:
         blueprint: of the same run, where something else has needed the model before; None: built here.
@@ -90,7 +94,7 @@ def load_model(run: RunConfig, plan: Plan, mesh: Mesh, blueprint: Blueprint | No
     random = run.model_init == "random"
     naming = default_naming(hf_model, declared_dtype(folder)) if random else naming_of_folder(folder, hf_model)
     dists = distributions(hf_model) if random else {}
-    model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile)
+    model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile, tables=tables)
     base = [shard for shard in model.shards if shard.layout.source in names]
     if random:
         fill_random(base, dists, run.train.seed)

@@ -21,6 +21,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig, dump_run, tracker_names
+from shardwise.tensor.cache import TableCache, cache_folder
 from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
@@ -122,7 +123,7 @@ def build_parts(
     _say_what_becomes_of_rows(loader, say)
     eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
     meter = MemoryMeter(device)
-    loaded, plan = load_model(run, plan, mesh, blueprint)
+    loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(cache_folder(os.environ)))
     if loaded.adapters is not None:
         say(f"LoRA      {loaded.adapters}")
         if run.model_init == "random":

@@ -1,36 +1,7 @@
-"""Float64 that stays float64: Hugging Face's modules round to fp32 inside (norms, softmax, routers)."""
+"""Float64 that stays float64; what `check` compares in."""
 
 from __future__ import annotations
 
-from typing import Any
+from shardwise.check.exact import Exact
 
-import torch
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
-
-
-class Exact(TorchFunctionMode):
-    """Ignores a request for fp32 on a float64 tensor, so that mistakes stand alone and rounding does not."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.backward, torch.autograd.backward):
-            return self._backward(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, torch.Tensor) and first.dtype is torch.float64:
-            if func is torch.Tensor.float:
-                return first
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
-
-    def _backward(self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, **_: Any) -> None:
-        """A mode is off in its own handler, and blocks are recomputed inside of a backward pass: so into the engine."""
-        tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        given = (None,) * len(tensors) if grad_tensors is None else tuple(grad_tensors)
-        grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(tensors, given, strict=True))
-        with self:
-            _engine_run_backward(
-                tensors, grads, bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True
-            )
+__all__ = ["Exact"]

@@ -1,0 +1,82 @@
+"""Tables that were found and proven before, kept on disk: a search takes seconds a degree, reading its result none.
+
+A file is named by everything that its table depends on, so none is ever out of date; one that cannot be read counts
+as none. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import PlanError
+from shardwise.tensor.table import ShardingTable
+
+_PASSING = ("_name_or_path", "transformers_version")  # where a configuration was found, and who wrote it
+_ROOMS = ("models", "spec", "tensor")  # the code that makes tables
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """``shardwise/tables`` in the user's cache; None for a user without a home."""
+    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
+    return None if base is None else Path(base) / "shardwise" / "tables"
+
+
+@dataclass(frozen=True)
+class TableCache:
+    """The tables in a folder, which need not be there yet; None: nothing is kept."""
+
+    folder: Path | None
+
+    def find(self, config: Any, degree: int, *, sequence: bool = False) -> ShardingTable | None:
+        """The table of a configuration over ``degree`` ranks, None where there is none that can be read."""
+        if self.folder is None:
+            return None
+        try:
+            data = json.loads(self._path(config, degree, sequence).read_text(encoding="utf-8"))
+            table = ShardingTable.from_json(data)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, PlanError):
+            return None
+        return table if table.degree == degree else None
+
+    def keep(self, config: Any, table: ShardingTable, *, sequence: bool = False) -> None:
+        """Write a table, whole or not at all; a folder that cannot be written to keeps nothing."""
+        if self.folder is None:
+            return
+        path = self._path(config, table.degree, sequence)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(table.to_json(), file)
+                Path(name).replace(path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+
+    def _path(self, config: Any, degree: int, sequence: bool) -> Path:
+        assert self.folder is not None
+        versions = [version("torch"), version("transformers"), _code()]
+        attention = str(getattr(config, "_attn_implementation", None))
+        fields = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
+        described = json.dumps(fields, sort_keys=True, default=str)
+        parts = [type(config).__name__, described, attention, str(degree), str(sequence), *versions]
+        return self.folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that makes tables; it stands for this package's version, and changes between two of them."""
+    root = Path(__file__).resolve().parents[1]
+    files = [path for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
