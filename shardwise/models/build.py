@@ -42,6 +42,7 @@ def build_on_meta(
             raise ConfigError(f"attn_implementation = {attn_implementation!r}", rule, "Leave it out") from error
         raise ConfigError(value, f"transformers cannot build this model ({error})", "Correct the file") from error
     choose_experts(model)
+    put_head_last(model)
     freeze_stored_buffers(model)
     return model.train()
 
@@ -50,6 +51,14 @@ def choose_experts(model: PreTrainedModel) -> None:
     """On a CPU the loop over experts: each computes its own tokens, where a batched product gathers whole weights."""
     if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
         model.set_experts_implementation("eager")
+
+
+def put_head_last(model: PreTrainedModel) -> None:
+    """Name a tied weight by its embedding, as files do: some models register their head before it."""
+    head = model.get_output_embeddings()
+    for name, child in list(model.named_children()):
+        if head is not None and any(module is head for module in child.modules()) and child is not model.base_model:
+            model._modules[name] = model._modules.pop(name)
 
 
 def freeze_stored_buffers(model: nn.Module) -> None:

@@ -256,7 +256,7 @@ def _chain(model: nn.Module, structure: Structure, record: _Record, after: set[s
     if len(record.keys) != 1 or len(record.shapes) != 1:
         raise _refusal(model, "its blocks are not all called, or do not all answer, in the same way")
     if tied and tied not in dict(model.named_parameters()):
-        raise _refusal(model, f"{structure.head} comes before {structure.embedding}, with which it shares its weight")
+        raise _refusal(model, f"a module before {structure.embedding} and {structure.head} shares their weight")
     before_modules, after_modules = _modules(model, structure, ahead, behind)
     num_outputs, output_index = record.shapes.pop()
     needed = {name: record.templates.get(name) for name in (structure.embedding, *before_modules)}

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import PlanError
-from shardwise.models.build import choose_experts
+from shardwise.models.build import choose_experts, put_head_last
 from shardwise.models.kinds import block_signatures
 from shardwise.models.sizes import SKIPPED, Path, Tree
 from shardwise.models.small_config import shrink_sizes, text_path
@@ -72,6 +72,7 @@ def build_small(config: Any, dtype: torch.dtype = torch.float64, seed: int = 0) 
                     noise = torch.randn_like(parameter) * _NOISE
                     parameter.copy_(torch.where(parameter.isfinite(), parameter + noise, noise))
     choose_experts(model)
+    put_head_last(model)
     return model.eval()
 
 
