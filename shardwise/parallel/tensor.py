@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.models.shrink import build_small, shrink
 from shardwise.parallel.dropout import refuse_dropout_by_function
 from shardwise.parallel.mesh import Mesh
@@ -58,8 +58,14 @@ def proven_table(model: PreTrainedModel, degree: int, tables: TableCache = NO_TA
     known = tables.find(model.config, degree)
     if known is not None:
         return known
-    small = build_small(shrink(model.config, degree=degree))
-    refuse_dropout_by_function(small, degree)
-    table = find_table(model, small, degree)
+    try:
+        small = build_small(shrink(model.config, degree=degree))
+        refuse_dropout_by_function(small, degree)
+        table = find_table(model, small, degree)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # whatever a foreign forward raises
+        rule = f"no split of {type(model).__name__} was found ({type(error).__name__}: {error})"
+        raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, and pp or dp_shard in its place") from error
     tables.keep(model.config, table)
     return table
