@@ -77,6 +77,8 @@ def coverage(plan: Plan, chosen: list[dict[str, int]], precision: str, compiled:
         "layouts": "; ".join(_shown(layout) for layout in chosen),
         "in numbers": f"{strategy} at its true degrees: heads, KV heads, vocabulary, blocks, batch",
     }
+    if strategy.tp > 1:
+        covered["tensor table"] = f"of degree {strategy.tp}: found and proven on simulated ranks"
     if strategy.recompute:
         covered["recompute"] = "all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage"
     left_out = [f"the true size of {axis} {size}" for axis in AXES if (size := getattr(strategy, axis)) > 2]

@@ -39,6 +39,7 @@ from shardwise.tensor.cache import TableCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import train_step
+from shardwise.units import format_count
 
 _REFERENCE = "reference.pt"
 
@@ -63,9 +64,16 @@ def work(context: WorkerContext) -> dict[str, Any]:
     everyone: list[Any] = [None] * context.world_size
     dist.all_gather_object(everyone, findings)
     if context.rank == 0:
-        summary = summarise(everyone, want, small.notes)
+        summary = summarise(everyone, want, small.notes) | {"copy": _describe(small, want)}
         (folder / REPORT).write_text(json.dumps(summary), encoding="utf-8")
     return {}
+
+
+def _describe(small: SmallModel, want: Reference) -> str:
+    size = format_count(sum(values.numel() for values in want.state.values()))
+    adapters = "" if small.adapters is None else f", adapters on {len(small.adapters.targets)} modules"
+    name = type(build_meta(small.config, want.dtype)).__name__
+    return f"{name} with {small.num_blocks} blocks, {size} parameters{adapters}"
 
 
 def _global_batch_size(plan: Plan, strategy: Strategy) -> int:

@@ -84,11 +84,8 @@ def merge(reports: list[dict[str, Any]], told: Coverage) -> dict[str, Any]:
     worst = max((report["worst_gradient"] for report in reports), key=lambda found: found["error"])
     errors = {key: max(report["errors"][key] for report in reports) for key in last["errors"]}
     modules = {name: max(report["gradients"].get(name, 0.0) for report in reports) for name in last["gradients"]}
-    covered = told.covered | {
-        "compared": f"{len(last['steps'])} steps: loss and gradient norm of each, {len(modules)} modules' gradients "
-        f"of the first",
-        "precision": last["precision"],
-    }
+    compared = f"{len(last['steps'])} steps: loss and gradient norm of each, {len(modules)} modules' gradients of one"
+    covered = {"copy": last["copy"], **told.covered, "compared": compared, "precision": last["precision"]}
     return {
         "schema": SCHEMA,
         "ok": last["ok"],

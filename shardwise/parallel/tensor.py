@@ -78,5 +78,5 @@ def proven_table(
         else:
             tables.keep(model.config, table, sequence=sequence)
             return table
-    rule = f"a small copy of {type(model).__name__} does not run ({reason})"
+    rule = f"no split of {type(model).__name__} was found ({reason})"
     raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, and pp or dp_shard in its place")

@@ -22,7 +22,7 @@ from shardwise.errors import PlanError
 from shardwise.tensor.table import ShardingTable
 
 _PASSING = ("_name_or_path", "transformers_version")  # where a configuration was found, and who wrote it
-_ROOMS = ("models", "spec", "tensor")  # the code that makes tables
+_ROOMS = ("models", "parallel", "spec", "tensor")  # the code that makes tables
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path | None:

@@ -105,6 +105,8 @@ def test_right_plans_agree_in_float64(name: str, tmp_path: Path) -> None:
     assert len({step["ref_loss"] for step in report["steps"]}) == 3
     assert_nothing_is_left(tmp_path / "tmp")
     assert seconds < SECONDS
+    assert "blocks" in report["covered"]["copy"]
+    assert ("tensor table" in report["covered"]) == ("tp" in name)
     if "lora" in name:
         assert all(".lora_" in module for module in report["gradients"])
 
@@ -210,12 +212,14 @@ def test_a_trainer_checks_before_its_job_starts(fault: str, tmp_path: Path) -> N
     script.write_text(SCRIPT.format(fault=fault, model=str(folder), out=str(tmp_path / "out")), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=2 * SECONDS,
         check=False,
     )
+    # The check keeps the tables of the model and of its copy; the job finds the first of them.
+    assert len(list((tmp_path / "cache/shardwise/tables").glob("*.json"))) == 2
     if fault:
         assert done.returncode == 4, done.stderr
         assert "first in model.norm" in done.stderr

@@ -103,6 +103,16 @@ def test_a_model_that_cannot_be_cut_says_why(tmp_path: Path) -> None:
     assert [item["part"].partition(",")[0] for item in answer["unsupported"]] == ["model_init = random"]
 
 
+def test_a_degree_for_which_nothing_is_found_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a forward of its own kind")
+
+    monkeypatch.setattr("shardwise.parallel.tensor.find_table", fails)
+    (found,) = describe(make_config(tmp_path / "m", "llama", **SMALL), [2], TableCache(None))["tensor"]
+    assert not found["legal"]
+    assert "LlamaForCausalLM was found (RuntimeError: a forward of its own kind)" in found["rule"]
+
+
 def test_a_folder_without_a_causal_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is_encoder_decoder"):
         describe(make_config(tmp_path / "m", "t5"), [1], TableCache(None))

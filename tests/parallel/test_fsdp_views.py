@@ -39,7 +39,7 @@ def _modules_warned_of(rank: int, folder: Path, views: bool) -> list[str]:
     case = Case(folder, strategy(dp_shard=2), tuple(make_rows()))
     model, mesh = build(case)[:2]
     if views:
-        _return_a_view(model.stage.blocks[0])
+        _return_a_view(model.stages[0].blocks[0])
     batch = next(loader_of(case, mesh).batches())
     with warnings.catch_warnings(record=True) as told:
         model.forward_backward(batch.input_ids, batch.targets, batch.position_ids, batch.num_tokens)
