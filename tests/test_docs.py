@@ -140,8 +140,9 @@ def is_valid_where_there_is_a_compiler(command: str, workspace: Path, monkeypatc
 
 def is_valid_resume(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes on from what ``shardwise train --model DIR ...`` has written; the slow test below really trains."""
-    (workspace / "output").mkdir()
-    (workspace / "output/run.yaml").write_text(yaml_block(), encoding="utf-8")
+    run = workspace / shlex.split(command)[2]
+    run.parent.mkdir(parents=True)
+    run.write_text(yaml_block(), encoding="utf-8")
     is_valid_run(command, workspace, monkeypatch)
 
 
@@ -220,12 +221,13 @@ def starts_a_script(command: str, workspace: Path, monkeypatch: pytest.MonkeyPat
 
 Check = Callable[[str, Path, pytest.MonkeyPatch], None]
 PLAIN_RUN = "shardwise train --model DIR --data FILE.jsonl"
-OWN_RUN = "shardwise train --model DIR --data FILE.jsonl tp=2 pp=2"
-SAVING_RUN = f"{OWN_RUN} save.strategy=steps save.steps=100"
-RESUMED_RUN = "shardwise train output/run.yaml resume=auto"
+SPLIT_RUN = f"{PLAIN_RUN} tp=2 pp=2"
+OWN_RUN = f"{SPLIT_RUN} output_dir=output/mine"
+SAVING_RUN = f"{SPLIT_RUN} save.strategy=steps save.steps=100 output_dir=output/long"
+RESUMED_RUN = "shardwise train output/long/run.yaml resume=auto"
 EXAMPLE = "examples/train.py models/SmolLM2-135M-Instruct examples/data/chat.jsonl"
 MEETING = "rdzv_endpoint=10.0.0.1:29400"
-GENERATE = 'shardwise generate output/export "Why is a model split?"'
+GENERATE = 'shardwise generate output/mine/export "Why is a model split?"'
 CHECK = "shardwise check run.yaml"
 COMMANDS: dict[str, Check] = {
     "make train": makes_a_valid_run,
@@ -236,14 +238,14 @@ COMMANDS: dict[str, Check] = {
     SAVING_RUN: is_valid_run,
     "shardwise train --model DIR --data FILE.jsonl pp=2 dp_shard=2": is_valid_run,
     RESUMED_RUN: is_valid_resume,
-    f"{PLAIN_RUN} tp=2 train.precision=bf16": is_valid_run,
+    f"{PLAIN_RUN} tp=2 train.precision=bf16 output_dir=output/bf16": is_valid_run,
     f"{PLAIN_RUN} tp=2 sequence_parallel=true": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=interleaved virtual_stages=2": is_valid_run,
     f"{PLAIN_RUN} train.compile=true": is_valid_where_there_is_a_compiler,
     f"{PLAIN_RUN} pp=2 dp_shard=2": is_valid_run,
     "shardwise train run.yaml": is_valid_run,
-    "shardwise train run.yaml tp=1 pp=4": is_valid_run,
+    "shardwise train run.yaml tp=1 pp=4 overwrite=true": is_valid_run,
     "shardwise train run.yaml tp=2 train.epochs=1": is_valid_run,
     "shardwise train examples/pipeline_data.yaml": is_valid_run,
     "shardwise train examples/llama2-7b-lora.yaml": is_valid_run,
@@ -262,8 +264,8 @@ COMMANDS: dict[str, Check] = {
     f"--set {MEETING} examples/train.py DIR FILE.jsonl": starts_a_script,
     "shardwise run --device cpu --models-dir models examples/mindspore_style.py": starts_a_script,
     GENERATE: answers,
-    f"{OWN_RUN} use_lora=true": is_valid_run,
-    "shardwise export --merge output merged": merges,
+    f"{SPLIT_RUN} use_lora=true output_dir=output/lora": is_valid_run,
+    "shardwise export --merge output/lora merged": merges,
     CHECK: checks_a_plan,
     f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
     "shardwise model show DIR": shows_a_model,
@@ -325,12 +327,12 @@ def test_the_commands_of_the_readme_train_save_resume_and_answer(workspace: Path
     """The reader's own run, with two steps instead of three epochs, then two more, then a question."""
     add_tokenizer(workspace / "DIR")
     first = run_command(f"{SAVING_RUN} save.steps=1 train.max_steps=2")
-    assert first.stdout.strip() == "output/export"
+    assert first.stdout.strip() == "output/long/export"
     run_command(f"{RESUMED_RUN} train.max_steps=4")
-    lines = [json.loads(line) for line in read(workspace / "output/metrics.jsonl").splitlines()]
+    lines = [json.loads(line) for line in read(workspace / "output/long/metrics.jsonl").splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert json.loads(read(workspace / "output/status.json"))["state"] == "done"
-    assert run_command(GENERATE).stdout.startswith("> Why is a model split?\n")
+    assert json.loads(read(workspace / "output/long/status.json"))["state"] == "done"
+    assert run_command(GENERATE.replace("mine", "long")).stdout.startswith("> Why is a model split?\n")
 
 
 def run_command(command: str) -> subprocess.CompletedProcess[str]:

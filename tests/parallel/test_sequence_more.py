@@ -143,7 +143,7 @@ def _kept_bytes(rank: int, cases: list[Case]) -> list[int]:
 def _kept(case: Case) -> int:
     model, mesh = build(case)
     batch = next(loader_of(case, mesh).batches())
-    weights = {p.untyped_storage().data_ptr() for p in model.stage.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in model.stages[0].parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _kept(case: Case) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.stage(batch.input_ids[0], batch.position_ids[0])
+        model.stages[0](batch.input_ids[0], batch.position_ids[0])
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
 
 
