@@ -209,12 +209,20 @@ def _implied_head(part: Tree) -> int | None:
     return hidden // heads
 
 
+def _nested_items(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """The entries of a dictionary, and of those in it: ``rope_parameters``, one for each kind of attention."""
+    for key, value in tree.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from _nested_items(value)
+
+
 def _least_head(tree: Tree, values: list[int]) -> int:
     """The narrowest head that leaves rotary positions an even part of it."""
     shares = [
         value
         for part in _parts(tree)
-        for key, value in part.items()
+        for key, value in _nested_items(part)
         if key in ("partial_rotary_factor", "rotary_pct", "rotary_percentage") and isinstance(value, float | int)
     ]
     candidates = (
