@@ -38,9 +38,13 @@ Signature = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 def signature(block: nn.Module) -> Signature:
-    """What blocks of one kind have in common: names and classes of their modules, names of their parameters."""
+    """What blocks of one kind have in common: names and classes of their modules, names of what trains in them."""
     return tuple(
-        (name, type(module).__name__, tuple(short for short, _ in module.named_parameters(recurse=False)))
+        (
+            name,
+            type(module).__name__,
+            tuple(short for short, p in module.named_parameters(recurse=False) if p.requires_grad),
+        )
         for name, module in block.named_modules()
     )
 
