@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import PlanError
 from shardwise.models.shrink import build_small, shrink
@@ -187,9 +187,20 @@ def test_equals_enumeration(problem: Problem) -> None:
     assert found.price == pytest.approx(enumerate_all(problem).price)
 
 
+_BERT = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "is_decoder": True,
+}
+
+
 @cache
 def _small(name: str, degree: int) -> Any:
-    config = family_config(name)
+    config = AutoConfig.for_model(name, **_BERT) if name == "roberta" else family_config(name)
     config._attn_implementation = "eager"
     return build_small(shrink(config, degree=degree))
 
@@ -209,6 +220,8 @@ def _table(name: str, degree: int) -> ShardingTable:
         ("phi", 2, {"self_attn": ("hidden_states",), "mlp": ("0",)}),
         ("opt", 2, {"self_attn": ("hidden_states",), "fc1": ("0",)}),
         ("bloom", 2, {"self_attention": ("0",), "mlp": ("0",)}),  # and not the residual, which is added to its slice
+        # The sum with the residual stands inside of attention, behind what reads the sequence.
+        ("roberta", 2, {"attention.self": ("0",), "intermediate": ("0",)}),
         ("qwen2_moe", 2, {"self_attn": ("hidden_states",), "mlp.shared_expert": ("0",)}),
     ],
 )
