@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import ShardwiseError
 from shardwise.models.shrink import build_small, shrink
 from shardwise.parallel.dropout import refuse_dropout_by_function
 from shardwise.parallel.mesh import Mesh
@@ -55,9 +55,4 @@ def proven_table(model: PreTrainedModel, degree: int, *, sequence: bool = False)
     """
     small = build_small(shrink(model.config, degree=degree))
     refuse_dropout_by_function(small, degree)
-    try:
-        return find_table(model, small, degree, sequence=sequence)
-    except PlanError:
-        if sequence:
-            find_table(model, small, degree)  # where the degree itself is what does not work, that is said
-        raise
+    return find_table(model, small, degree, sequence=sequence)
