@@ -47,13 +47,13 @@ class ProcessTensorGroup:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
+        dist.all_gather_single(gathered, tensor.contiguous(), group=self.process_group)
         return gathered.unflatten(0, (self.size, -1))
 
     def reduce_scatter(self, tensors: torch.Tensor) -> torch.Tensor:
         tensors = tensors.contiguous()
         out = torch.empty_like(tensors[0])
-        dist.reduce_scatter_tensor(out, tensors.flatten(0, 1), group=self.process_group)
+        dist.reduce_scatter_single(out, tensors.flatten(0, 1), group=self.process_group)
         return out
 
 

@@ -2,7 +2,8 @@
 
 The residual stream can be cut where each of its tokens follows from the same token of what it is made of: in norms,
 sums, routers. The products between two places of it (q, k, v and o; gate, up and down) get the whole sequence. It is
-gathered at the innermost module that holds all of them, since its forward takes shapes from what it is given.
+gathered at the innermost module that holds all of them, or all that read it, since its forward takes shapes from what
+it is given.
 """
 
 from __future__ import annotations
@@ -89,13 +90,17 @@ def gather_points(
     found: dict[str, tuple[str, ...]] = {}
     for members in _components(problem):
         entries = [name for name in members if problem.regions[problem.region_before(name)].is_residual]
-        scope = common(members)
-        foreign = [p for p in problem.products if p not in members and p.startswith(f"{scope}.")]
-        keys = {}
-        if scope.startswith(f"{trace.name}.") and not foreign:
-            keys = _arguments_read(small, blocks, trace.name, [scope], {scope: entries})
-        # In a block that calls the matrices itself each of them is given the whole sequence.
-        found |= keys or _arguments_read(small, blocks, trace.name, entries, {name: [name] for name in entries})
+        # One whose result is read by nothing with a gradient (it chooses what attention looks at) may be in there too.
+        others = [n for n in problem.products if n not in members and problem.region_behind(n) is not None]
+        # The module around all of them; else, where the sum with the residual stream stands in there too, the one
+        # around those that read it; in a block that calls the matrices itself these matrices.
+        scopes = [scope for scope in (common(members), common(entries)) if scope.startswith(f"{trace.name}.")]
+        suited = ({scope: entries} for scope in scopes if not any(name.startswith(f"{scope}.") for name in others))
+        for readers in (*suited, {name: [name] for name in entries}):
+            keys = _arguments_read(small, blocks, trace.name, readers)
+            if keys:
+                found |= keys
+                break
     return found
 
 
@@ -112,23 +117,20 @@ def _components(problem: Problem) -> Iterator[list[str]]:
 
 
 def _arguments_read(
-    small: nn.Module, blocks: str, block: str, modules: Sequence[str], readers: dict[str, list[str]]
+    small: nn.Module, blocks: str, block: str, readers: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
-    """Which arguments of ``modules`` the inputs of the products ``readers`` are computed from."""
+    """Which arguments of modules the inputs of products in them are computed from.
+
+    Args:
+        readers: module -> products. One that hands such an argument on past its products is left out.
+    """
     calls: dict[str, dict[str, torch.Tensor]] = {}
-
-    def note(name: str) -> Callable[..., Any]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Copies: a residual may be given beside what was computed from it.
-            places = {str(place): _copy(value) for place, value in enumerate(args)}
-            names = {key: _copy(value) for key, value in kwargs.items()}
-            given = {**places, **names}
-            calls[name] = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.requires_grad}
-            return tuple(places.values()), names
-
-        return hook
-
-    handles = [small.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True) for name in modules]
+    results: dict[str, list[torch.Tensor]] = {}
+    handles = []
+    for name in readers:
+        module = small.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(_noting_arguments(calls, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(_noting_results(results, name)))
     try:
         traces = trace_blocks(small, blocks)
     finally:
@@ -136,12 +138,34 @@ def _arguments_read(
             handle.remove()
     products = {product.name: product for trace in traces if trace.name == block for product in trace.products}
     found = {}
-    for name in modules:
-        inputs = [tensor for reader in readers[name] for tensor in products[reader].inputs]
-        keys = tuple(key for key, value in calls.get(name, {}).items() if any(_depends(x, value) for x in inputs))
-        if keys:
+    for name, inside in readers.items():
+        inputs = [tensor for reader in inside for tensor in products[reader].inputs]
+        given = calls.get(name, {})
+        keys = tuple(key for key, value in given.items() if any(_depends(x, value) for x in inputs))
+        past = [] if name in products else results.get(name, [])
+        if keys and not any(_depends(result, given[key]) for result in past for key in keys):
             found[name] = keys
     return found
+
+
+def _noting_arguments(calls: dict[str, dict[str, torch.Tensor]], name: str) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Copies: a residual may be given beside what was computed from it.
+        places = {str(place): _copy(value) for place, value in enumerate(args)}
+        names = {key: _copy(value) for key, value in kwargs.items()}
+        given = {**places, **names}
+        calls[name] = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+        return tuple(places.values()), names
+
+    return hook
+
+
+def _noting_results(results: dict[str, list[torch.Tensor]], name: str) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+        values = out if isinstance(out, tuple | list) else [out]
+        results[name] = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+
+    return hook
 
 
 def _copy(value: Any) -> Any:
