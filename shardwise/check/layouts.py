@@ -85,6 +85,8 @@ def coverage(plan: Plan, chosen: list[dict[str, int]], precision: str, compiled:
         for axis in AXES
         if (size := getattr(strategy, axis)) > max(layout[axis] for layout in chosen)
     ]
+    if strategy.tp > plan.model.num_kv_heads and plan.model.num_kv_heads % tensor_degree(strategy) == 0:
+        left_out.append(f"more tensor ranks than the {plan.model.num_kv_heads} KV heads, but on simulated ranks")
     used = [axis for axis in AXES if getattr(strategy, axis) > 1]
     if not any(all(layout[axis] > 1 for axis in used) for layout in chosen):
         left_out.append(f"{', '.join(used)} all at once")
