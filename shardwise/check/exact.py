@@ -46,7 +46,6 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        first = args[0] if args else None
-        if isinstance(out, torch.Tensor) and isinstance(first, torch.Tensor):
-            self.found |= first.dtype is torch.float64 and out.dtype in _COARSE
+        if isinstance(out, torch.Tensor) and out.dtype in _COARSE:
+            self.found |= any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args)
         return out

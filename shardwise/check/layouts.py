@@ -81,7 +81,13 @@ def coverage(plan: Plan, chosen: list[dict[str, int]], precision: str, compiled:
         covered["tensor table"] = f"of degree {strategy.tp}: found and proven on simulated ranks"
     if strategy.recompute:
         covered["recompute"] = "all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage"
-    left_out = [f"the true size of {axis} {size}" for axis in AXES if (size := getattr(strategy, axis)) > 2]
+    left_out = [
+        f"the true size of {axis} {size}"
+        for axis in AXES
+        if (size := getattr(strategy, axis)) > max(layout[axis] for layout in chosen)
+    ]
+    if strategy.tp > plan.model.num_kv_heads and plan.model.num_kv_heads % tensor_degree(strategy) == 0:
+        left_out.append(f"more tensor ranks than the {plan.model.num_kv_heads} KV heads, but on simulated ranks")
     used = [axis for axis in AXES if getattr(strategy, axis) > 1]
     if not any(all(layout[axis] > 1 for axis in used) for layout in chosen):
         left_out.append(f"{', '.join(used)} all at once")

@@ -107,7 +107,7 @@ def _forward_backward(model: nn.Module, rows: Sequence[Row]) -> float:
         logits = model(input_ids=torch.from_numpy(row.input_ids).long()[None], **options).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum") / num_tokens
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total
 
 

@@ -24,6 +24,7 @@ from shardwise.tensor.cache import TableCache
 
 _LENGTHS = (3, 12)  # of rows, both included
 _BLOCKS_PER_KIND = 2
+_NOT_OF_DECODERS = ("classifier", "summary")  # heads of other tasks, which some configurations name
 _ADAPTER_STD = 0.1
 _SPECIAL_IDS = 5  # the first ids are often those of padding and ends
 
@@ -130,7 +131,7 @@ def _without_chance(config: Any) -> tuple[Any, list[str]]:
         for key, value in list(vars(part).items()):
             if "drop" in key and isinstance(value, float) and value > 0.0:
                 setattr(part, key, 0.0)
-                notes.append(f"dropout ({key})")
+                notes += [] if key.startswith(_NOT_OF_DECODERS) else [f"dropout ({key})"]
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
             notes.append("the balance loss of the experts")

@@ -94,6 +94,7 @@ def test_kinds_of_blocks_are_told_apart(tmp_path: Path) -> None:
     assert answer["pipeline"]["cut"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_says_why(tmp_path: Path) -> None:
     """Blocks of zamba2 read the embedding beside their hidden state."""
     folder = make_config(tmp_path / "m", "zamba2")

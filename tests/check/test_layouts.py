@@ -58,6 +58,14 @@ def test_the_small_strategy_keeps_everything_but_sizes(blocks: int, tmp_path: Pa
         assert any(words in item for item in told.not_covered), words
 
 
+def test_shared_kv_heads_are_named_where_the_copy_has_none(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path / "m")  # 4 heads, 2 KV heads
+    for tp, named in ((2, False), (4, True)):
+        strategy = Strategy(tp=tp, stages=(4,))
+        told = coverage(Plan(spec, strategy, 8, "cpu"), layouts(strategy), "fp32", compiled=False)
+        assert any("2 KV heads" in item for item in told.not_covered) == named
+
+
 def test_axes_that_never_meet_are_named(tmp_path: Path) -> None:
     strategy = Strategy(*(2, 2, 2, 2), stages=(2, 2))
     plan = Plan(make_spec(tmp_path / "m"), strategy, 16, "cpu")
