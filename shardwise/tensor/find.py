@@ -173,7 +173,7 @@ def _problem(
 ) -> Problem:
     first: dict[int, str] = {}
     groups = {p.name: first.setdefault(id(p.inputs[0]), p.name) for p in trace.products}
-    sizes = {p.name: _sizes(p, real.get_submodule(_relative(p.name, trace.name))) for p in trace.products}
+    sizes = {p.name: _sizes(p, real.get_submodule(_relative(p.name, trace.name)), degree) for p in trace.products}
     width = int(trace.entry.shape[-1])
     return Problem(
         products=[p.name for p in trace.products],
@@ -187,7 +187,7 @@ def _problem(
     )
 
 
-def _sizes(product: Product, real: nn.Module) -> Sizes:
+def _sizes(product: Product, real: nn.Module, degree: int) -> Sizes:
     weight = next(iter(real.parameters(recurse=False)))
     own = next(iter(product.module.parameters(recurse=False)))
     scale = [r / s for r, s in zip(weight.shape[-2:], own.shape[-2:], strict=True)]
@@ -196,7 +196,12 @@ def _sizes(product: Product, real: nn.Module) -> Sizes:
     if not product.is_linear:
         by_out = by_in = max(scale)
     parameters = sum(p.numel() for p in real.parameters(recurse=False))
-    return Sizes(round(product.in_features * by_in), round(product.out_features * by_out), parameters)
+    inputs, outputs = round(product.in_features * by_in), round(product.out_features * by_out)
+    even = (
+        inputs % degree == product.in_features % degree == 0,
+        outputs % degree == product.out_features % degree == 0,
+    )
+    return Sizes(inputs, outputs, parameters, even)
 
 
 def _try_region(

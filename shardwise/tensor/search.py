@@ -38,11 +38,15 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a product in the real model: features in and out, and its parameters."""
+    """Of a product in the real model: features in and out, and its parameters.
+
+    ``even``: whether the ranks divide its features in and out, here and in the small copy that proves the table.
+    """
 
     inputs: int
     outputs: int
     parameters: int
+    even: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True)
@@ -187,14 +191,14 @@ def _linear_choices(problem: Problem, product: str, place: _Place) -> Iterator[C
         parts, whole = _cut(place.chunks, sizes, degree)
         yield Choice(ModuleSplit(Style.COLUMN, parts, key), False, whole, 0.0, 0.0, sums_input)
     elif place.is_share and not place.gives_share:
-        if sizes.inputs % degree == 0:
+        if sizes.even[0]:
             yield Choice(ModuleSplit(Style.ROW_SPLIT), False, 0, 2.0 * outs, 0.0, False)
     else:
         if place.is_share is place.gives_share:
             yield Choice(None, place.is_share, own, 0.0, 0.0, False)
         else:
             yield Choice(ModuleSplit(Style.SUM_OUTPUT), False, own, 0.0, 2.0 * outs, False)
-        if outs % degree == 0:
+        if sizes.even[1]:
             gathered = ModuleSplit(Style.COLUMN_GATHER, group=key, shares=place.gives_share)
             back = 1.0 * outs if place.gives_share else 0.0
             yield Choice(gathered, False, 0, 1.0 * outs, back, sums_input)
@@ -242,14 +246,14 @@ def _sliced_choices(problem: Problem, product: str, place: _Sliced) -> Iterator[
             yield Choice(ModuleSplit(Style.ROW, sequence=True), False, 0, 1.0 * outs, 1.0 * outs, False)
     elif place.writes:
         yield Choice(ModuleSplit(Style.SLICE), False, own, 0.0, 0.0, False)
-        if sizes.inputs % problem.degree == 0:
+        if sizes.even[0]:
             yield Choice(ModuleSplit(Style.ROW_SPLIT, sequence=True), False, 0, 1.0 * outs, 1.0 * outs, False)
     elif place.chunks is not None:
         parts, whole = _cut(place.chunks, sizes, problem.degree)
         yield Choice(ModuleSplit(Style.COLUMN, parts), False, whole, 0.0, 0.0, gathers)
     else:
         yield Choice(None, True, own, 0.0, 0.0, gathers)
-        if outs % problem.degree == 0:
+        if sizes.even[1]:
             gathered = ModuleSplit(Style.COLUMN_GATHER, shares=True)
             yield Choice(gathered, False, 0, 1.0 * outs, 1.0 * outs, gathers)
 

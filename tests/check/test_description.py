@@ -105,7 +105,7 @@ def test_a_model_that_cannot_be_cut_says_why(tmp_path: Path) -> None:
 
 
 def test_a_degree_for_which_nothing_is_found_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **_settings: object) -> Any:
         raise RuntimeError("a forward of its own kind")
 
     monkeypatch.setattr("shardwise.parallel.tensor.find_table", fails)

@@ -10,6 +10,7 @@ from shardwise.check.findings import GradientPart, RankFindings, first_differenc
 from shardwise.check.outputs import RankView, output_errors
 from shardwise.check.reference import Reference
 from shardwise.spec.tolerance import FLOAT64_GRADIENT, FP32_GRADIENT
+from shardwise.tensor.parts import Part
 from shardwise.tensor.table import ModuleSplit, ShardingTable, Style
 
 
@@ -66,7 +67,7 @@ def test_outputs_are_compared_without_padding_and_by_their_columns() -> None:
     model = torch.nn.ModuleDict({"row": torch.nn.Linear(1, 1), "column": torch.nn.Linear(1, 1)})
     batch = torch.full((2, 3, 4), 9.0)  # what stands in the padding is of no matter
     batch[0, :2], batch[1] = whole[1][0], whole[2][0]
-    table = ShardingTable(2, {"column": ModuleSplit(Style.COLUMN, (2, 2))})
+    table = ShardingTable(2, {"column": ModuleSplit(Style.COLUMN, (Part(2), Part(2)))})
     view = RankView(table, 1, 1, [2, 3], 2)
     want = {"row": whole, "column": whole}
     got = {"row": [batch], "column": [batch[..., [1, 3]]]}

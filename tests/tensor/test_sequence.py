@@ -151,8 +151,9 @@ def test_a_region_that_stays_whole_gives_each_rank_its_positions() -> None:
     chosen = solve(_attention(splittable=False)).choices
     assert chosen["o"].split is not None
     assert chosen["o"].split.style is Style.ROW_SPLIT
-    odd = replace(_attention(splittable=False), degree=3)
-    assert solve(odd).choices["o"].split.style is Style.SLICE  # 3 does not divide its inputs
+    problem = _attention(splittable=False)
+    odd = replace(problem, sizes={name: replace(size, even=(False, False)) for name, size in problem.sizes.items()})
+    assert solve(odd).choices["o"].split.style is Style.SLICE  # the ranks do not divide its inputs
 
 
 @st.composite
