@@ -40,6 +40,9 @@ FAMILIES = {
     "qwen2_moe": {"num_hidden_layers": 2},
     "qwen3_moe": {"num_hidden_layers": 2},
 }
+# The bias of k moves all scores of a query alike: its gradient is 0 but for rounding, which AdamW divides by itself. In
+# fp32 that moves the bias, in whatever layout; in float64 it stays below AdamW's epsilon.
+BIASED_KEYS = ("gpt_neox", "gpt2", "phi", "opt", "bloom")
 PLAIN = ("llama", "qwen3-tied")
 
 
@@ -63,21 +66,21 @@ def _case(folders: dict[str, Path], row: str, kind: str) -> Case:
     model, degrees = TABLE[row]
     blocks = FAMILIES.get(model, {}).get("num_hidden_layers", 4)
     split = strategy(blocks, sequence_parallel=True, **degrees)
-    return _of_kind(Case(folders[model], split, ROWS, eval_batch_size=5), kind)
+    return _of_kind(Case(folders[model], split, ROWS, eval_batch_size=5), model, kind)
 
 
-def _of_kind(case: Case, kind: str) -> Case:
+def _of_kind(case: Case, model: str, kind: str) -> Case:
     changes: dict[str, dict[str, Any]] = {
         "sgd": {},
-        "adamw": {"train": ADAMW},
+        "adamw": {"train": ADAMW, "dtype": torch.float64 if model in BIASED_KEYS else torch.float32},
         "float64": {"dtype": torch.float64, "steps": 3},
     }
     return replace(case, **changes[kind])
 
 
 @cache
-def _reference(folder: Path, kind: str) -> Outcome:
-    return reference(_of_kind(Case(folder, strategy(), ROWS, eval_batch_size=5), kind))
+def _reference(folder: Path, model: str, kind: str) -> Outcome:
+    return reference(_of_kind(Case(folder, strategy(), ROWS, eval_batch_size=5), model, kind))
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +104,16 @@ def test_22_equals_one_process(row: str, kind: str, folders: dict[str, Path], ou
     ``assemble`` asks that all ranks hold the same bits of every parameter's gradient.
     """
     case = _case(folders, row, kind)
-    got, want = outcomes(case.strategy.world_size, kind)[row], _reference(case.folder, kind)
+    got, want = outcomes(case.strategy.world_size, kind)[row], _reference(case.folder, TABLE[row][0], kind)
     errors = compare(got, want)
     for name in ("loss", "norm", "gradient", "weight"):
-        note_error(f"sequence {kind} {name}", getattr(errors, name))
-    sharp = kind == "float64"
+        note_error(f"sequence {kind} {case.dtype} {name}", getattr(errors, name))
+    sharp = case.dtype is torch.float64
     assert errors.loss <= (tolerance.FLOAT64_LOSS if sharp else tolerance.FP32_LOSS)
     assert errors.norm <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_NORM)
     assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
-    assert errors.weight <= (tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS)
+    weights = tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS
+    assert errors.weight <= (tolerance.FLOAT64_GRADIENT if sharp else weights)
     assert got.eval_loss is not None
     assert want.eval_loss is not None
     assert abs(got.eval_loss - want.eval_loss) <= tolerance.FP32_LOSS * abs(want.eval_loss)
