@@ -121,7 +121,10 @@ def write_files(
     dist.barrier()
     places = _places(files, tensors)
     for name, shard in named:
-        for box in boxes(naming.parts[name], [piece for piece in shard.layout.pieces if piece.owned]):
+        owned = [piece for piece in shard.layout.pieces if piece.owned]
+        if not owned:
+            continue  # the second copy of a tied weight has no name in the files
+        for box in boxes(naming.parts[name], owned):
             values = box.turned(shard.data[box.local])
             _write_box(folder, places[box.name], tensors[box.name], box.stored, values)
     dist.barrier()
