@@ -162,7 +162,7 @@ def _train(rank: int, case: LoraCase, steps: int) -> dict[str, Any]:
         **seen,
         "losses": losses,
         "place": (mesh.coordinate("dp_shard") + mesh.coordinate("dp_replicate"), mesh.coordinate("tp")),
-        "replicated": {s.layout.name: (s.layout.pieces, s.data.clone()) for s in whole},
+        "replicated": {s.layout.name: ([p.whole for p in s.layout.pieces], s.data.clone()) for s in whole},
     }
 
 
