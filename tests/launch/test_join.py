@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -67,6 +68,8 @@ def test_one_that_has_come_and_then_left_is_no_reason(stores: list[JobStore]) ->
     stores[1]._timeout = timedelta(seconds=30)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(stores[1].meet, "train()")
+        while not stores[1]._store.check(["meeting/0/1"]):  # it has come
+            time.sleep(0.001)
         stores[1].leave()
         assert _meet([stores[0], stores[2]], "train()", "train()") == ["", ""]
         early.result()
