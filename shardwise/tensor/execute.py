@@ -56,11 +56,7 @@ def apply_table(
     """
     if group is None or table.degree == 1:
         return layouts
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if name in table.modules and (has_adapter(module) or any(True for _ in module.parameters(recurse=False)))
-    }
+    modules = {name: module for name, module in model.named_modules() if name in table.modules and _is_present(module)}
     cuts = _module_cuts(model, modules, table) | _listed_cuts(model, table, layouts)
     layouts = _cut_parameters(model, cuts, group, layouts)
     positions = positions or Positions(group)
@@ -83,12 +79,17 @@ def apply_table(
 
 
 def _present(model: nn.Module, name: str) -> nn.Module | None:
-    """A module that this stage owns; what stands in for those of other stages has no parameters."""
+    """A module that this stage owns."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
         return None
-    return module if next(module.parameters(), None) is not None else None
+    return module if _is_present(module) else None
+
+
+def _is_present(module: nn.Module) -> bool:
+    """What stands in for a module of another stage may answer for its attributes, and has no parameters."""
+    return next(module.parameters(), None) is not None
 
 
 def read_locally(module: nn.Module, values: tuple[LocalValue, ...]) -> None:
@@ -136,7 +137,7 @@ def _listed_cuts(model: nn.Module, table: ShardingTable, layouts: Mapping[str, P
     actual = {layout.name: name for name, layout in layouts.items()}
     cuts = {actual[name]: cut for name, cut in table.params.items() if name in actual}
     for name, module in model.named_modules():
-        if has_adapter(module) and table.params.get(f"{name}.weight") == ParamCut():
+        if table.params.get(f"{name}.weight") == ParamCut() and _is_present(module) and has_adapter(module):
             for short in ("lora_A", "lora_B"):
                 cuts[f"{name}.{short}.{ADAPTER}.weight"] = ParamCut()
     return cuts
