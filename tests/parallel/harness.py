@@ -7,6 +7,7 @@ batch, torch's cross-entropy, optimizer and clipping.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +30,18 @@ from shardwise.spec.layout import ParamLayout, covers
 from shardwise.spec.run import TrainConfig
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.tolerance import relative_error
+from shardwise.tensor.cache import TableCache, cache_folder
 from shardwise.testing import run_distributed
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import evaluate, train_step
 from tests.layouts import put
 from tests.parallel.exact import Exact
+
+
+def known_tables() -> TableCache:
+    """Tables that an earlier row has found; each model is searched once a degree. Other tests search on their own."""
+    return TableCache(cache_folder(os.environ))
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,7 @@ def build(case: Case) -> tuple[ParallelModel, Mesh]:
     mesh = build_mesh(case.strategy, torch.device("cpu"))
     hf_model = build_on_meta(case.folder, None, case.dtype)
     naming = naming_of_folder(case.folder, hf_model)
-    model, _ = parallelize(hf_model, mesh, compiled=case.compiled)
+    model, _ = parallelize(hf_model, mesh, compiled=case.compiled, tables=known_tables())
     load_slices(case.folder, model.shards, naming)
     return model, mesh
 

@@ -26,7 +26,16 @@ from shardwise.spec.run import LoraConfig
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import train_step
-from tests.parallel.harness import Case, Outcome, RankPart, _first_gradients, _forward, _precision, loader_of
+from tests.parallel.harness import (
+    Case,
+    Outcome,
+    RankPart,
+    _first_gradients,
+    _forward,
+    _precision,
+    known_tables,
+    loader_of,
+)
 
 PREFIX = "base_model.model."
 
@@ -140,7 +149,7 @@ def build(case: LoraCase) -> tuple[ParallelModel, Mesh, Adapters]:
     names = [name for name, _ in hf_model.named_parameters()]
     naming = naming_of_folder(case.folder, hf_model)
     adapters = find_adapters(hf_model, case.lora)
-    model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled)
+    model, _ = parallelize(hf_model, mesh, adapters, compiled=case.compiled, tables=known_tables())
     load_slices(case.folder, [s for s in model.shards if s.layout.source in names], naming)
     whole = load_file(case.adapter / "adapter_model.safetensors")
     for shard in trained_shards(model):
