@@ -81,7 +81,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gpt2 tp2 pp2 sgd": ("gpt2", {}, ("tp=2", "pp=2", "train.optimizer=sgd")),
     "qwen3_moe tp2 pp2 dp2": ("qwen3_moe", {"num_hidden_layers": 4}, ("tp=2", "pp=2", "dp=2")),
     "lora tp2 dp2": ("qwen3", {"num_hidden_layers": 4}, ("tp=2", "dp_replicate=2", "dp_shard=1", "lora.r=4")),
-    "one process": ("llama", {"num_hidden_layers": 4}, ()),
 }
 
 

@@ -133,10 +133,10 @@ def outcomes(folders: dict[str, Path]) -> Any:
     return run
 
 
-# AdamW tells nothing of an adapter that SGD does not; one model is enough.
-CASES = [
-    (row, kind) for row in TABLE for kind in ("sgd", "adamw", "float64") if kind != "adamw" or row.startswith("llama/")
-]
+# All rows in float64, where nothing hides. fp32 repeats one model, and the tied one with SGD.
+FP32 = {"sgd": ("llama/", "llama-tied/"), "adamw": ("llama/",)}
+CASES = [(row, "float64") for row in TABLE]
+CASES += [(row, kind) for row in TABLE for kind, models in FP32.items() if row.startswith(models)]
 BF16_ROWS = [f"llama/{name}" for name in LAYOUTS] + ["llama/all/tp4"]
 
 
