@@ -11,6 +11,11 @@ from hypothesis import settings
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="all rows of the large tables (tests/long.py)")
+
+
 _WORST: dict[str, tuple[float, str]] = {}
 
 

@@ -13,6 +13,7 @@ import torch
 from shardwise.spec import tolerance
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
+from tests.long import EVERYTHING
 from tests.parallel.harness import ADAMW, SGD, Case, Outcome, assemble, build, compare, reference, run_cases, strategy
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ FP32_ROWS = {
     "sgd": ("10-blocks", "tied", "tp2", "dp_shard2", "dp_shard2-zero3", "dp_replicate2-tied", "hsdp2x2"),
     "adamw": ("10-blocks", "tied", "dp_shard2", "dp_replicate2-tied"),
 }
-CASES = [(row, kind) for kind in KINDS for row in TABLE if row in FP32_ROWS.get(kind, TABLE)]
+CASES = [(row, kind) for kind in KINDS for row in TABLE if EVERYTHING or row in FP32_ROWS.get(kind, TABLE)]
 
 
 @pytest.fixture(scope="module")

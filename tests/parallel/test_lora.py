@@ -14,6 +14,7 @@ from shardwise.spec import tolerance
 from shardwise.spec.run import LoraConfig
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
+from tests.long import EVERYTHING
 from tests.parallel.harness import ADAMW, SGD, Outcome, assemble, compare, loader_of, strategy
 from tests.parallel.layouts import LAYOUTS
 from tests.parallel.lora_harness import LoraCase, build, make_adapter, reference, run_cases
@@ -133,10 +134,10 @@ def outcomes(folders: dict[str, Path]) -> Any:
     return run
 
 
-# All rows in float64, where nothing hides. fp32 repeats one model, and the tied one with SGD.
-FP32 = {"sgd": ("llama/", "llama-tied/"), "adamw": ("llama/",)}
+# All rows in float64, where nothing hides. fp32 repeats some of them, unless everything is asked for.
+FP32 = {"sgd": ("llama/", "llama-tied/"), "adamw": ("llama/tp2-pp2", "llama/dp_shard2", "llama/dp_replicate2")}
 CASES = [(row, "float64") for row in TABLE]
-CASES += [(row, kind) for row in TABLE for kind, models in FP32.items() if row.startswith(models)]
+CASES += [(row, kind) for row in TABLE for kind, models in FP32.items() if row.startswith(models) or EVERYTHING]
 BF16_ROWS = [f"llama/{name}" for name in LAYOUTS] + ["llama/all/tp4"]
 
 

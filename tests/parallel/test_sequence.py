@@ -13,6 +13,7 @@ import torch
 from shardwise.spec import tolerance
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
+from tests.long import EVERYTHING
 from tests.parallel.families import make_family
 from tests.parallel.harness import ADAMW, Case, Outcome, assemble, compare, reference, run_cases, strategy
 
@@ -53,7 +54,8 @@ def _table() -> dict[str, tuple[str, dict[str, Any]]]:
 
 TABLE = _table()
 # All rows in float64, where nothing hides; Llama's in fp32 too.
-CASES = [(row, "float64") for row in TABLE] + [(f"llama/{name}", kind) for name in LAYOUTS for kind in ("sgd", "adamw")]
+CASES = [(row, "float64") for row in TABLE]
+CASES += [(row, kind) for row in TABLE for kind in ("sgd", "adamw") if row.startswith("llama/") or EVERYTHING]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,7 @@
+"""Whether this run takes every row of the large tables (``pytest --long``) or leaves out those that repeat others."""
+
+from __future__ import annotations
+
+import sys
+
+EVERYTHING = "--long" in sys.argv
