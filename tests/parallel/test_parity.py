@@ -65,10 +65,8 @@ TABLE = _table()
 
 
 def _is_kept(row: str, kind: str) -> bool:
-    """All rows in float64, where nothing hides; fp32 repeats those of two models, AdamW those of one."""
-    if kind == "float64" or EVERYTHING:
-        return True
-    return row.startswith("llama/" if kind == "adamw" else ("llama/", "qwen3-tied/")) and not row.endswith("/recompute")
+    """All rows in float64, where nothing hides; fp32 repeats those of one model."""
+    return kind == "float64" or EVERYTHING or (row.startswith("llama/") and not row.endswith("/recompute"))
 
 
 CASES = [(row, kind) for kind in ("sgd", "adamw", "float64") for row in TABLE if _is_kept(row, kind)]
