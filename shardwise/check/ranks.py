@@ -26,8 +26,8 @@ from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.order import rank_bounds
 from shardwise.data.rows import Row
-from shardwise.errors import ShardwiseError
 from shardwise.models.shard import take
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.model import ParallelModel
@@ -82,21 +82,15 @@ def _global_batch_size(plan: Plan, strategy: Strategy) -> int:
 
 def _agree(run: RunConfig, plan: Plan, degrees: dict[str, int], folder: Path, tables: TableCache) -> SmallModel:
     """The small copy on every rank; rank 0 makes it, and the reference."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            small = shrink_run(run, plan.strategy.tp, degrees["tp"], num_stages(plan.strategy, degrees), tables)
-            strategy = small_strategy(plan, degrees, small.num_blocks)
-            steps = _steps(small, _global_batch_size(plan, strategy))
-            torch.save(run_reference(small, steps, run.train), folder / _REFERENCE)
-            box[0] = small
-        except ShardwiseError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], ShardwiseError):
-        raise box[0]
-    found: SmallModel = box[0]
-    return found
+
+    def make() -> SmallModel:
+        small = shrink_run(run, plan.strategy.tp, degrees["tp"], num_stages(plan.strategy, degrees), tables)
+        strategy = small_strategy(plan, degrees, small.num_blocks)
+        steps = _steps(small, _global_batch_size(plan, strategy))
+        torch.save(run_reference(small, steps, run.train), folder / _REFERENCE)
+        return small
+
+    return from_rank_0(make)
 
 
 def _rows(small: SmallModel, global_batch_size: int) -> list[Row]:

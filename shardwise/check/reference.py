@@ -90,11 +90,6 @@ def _run(small: SmallModel, steps: Sequence[Sequence[Row]], train: TrainConfig, 
     return found
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """A copy; zeros where no token reached the parameter."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-
-
 def _forward_backward(model: nn.Module, rows: Sequence[Row]) -> float:
     """The mean loss over the supervised tokens of ``rows``; gradients are added."""
     targets = [torch.from_numpy(row.labels[1:]).long() for row in rows]

@@ -25,8 +25,3 @@ def call_model(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
         return output
     logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
     return logits
-
-
-def takes_positions(model: nn.Module) -> bool:
-    """Whether a model is told the positions of its tokens; else they are 0, 1, 2 ... in each row."""
-    return "position_ids" in inspect.signature(model.forward).parameters

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.models.shrink import build_small, shrink
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.dropout import refuse_dropout_by_function
 from shardwise.parallel.mesh import Mesh
 from shardwise.tensor.cache import TableCache
@@ -37,17 +35,7 @@ def agree_on_table(model: PreTrainedModel, mesh: Mesh, tables: TableCache = NO_T
     degree = mesh.size("tp")
     if degree == 1:
         return ShardingTable(1)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = proven_table(model, degree, tables, sequence=mesh.strategy.sequence_parallel)
-        except ShardwiseError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], ShardwiseError):
-        raise box[0]
-    table: ShardingTable = box[0]
-    return table
+    return from_rank_0(lambda: proven_table(model, degree, tables, sequence=mesh.strategy.sequence_parallel))
 
 
 def proven_table(

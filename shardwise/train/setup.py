@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.checkpoint.companions import Companions
@@ -19,11 +17,11 @@ from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.memory import MemoryData, memory_records
 from shardwise.data.rows import Row, load_rows
-from shardwise.errors import ShardwiseError
 from shardwise.models.build import build_on_meta
 from shardwise.models.init import distributions, fill_random
 from shardwise.models.lora import Adapters, find_adapters
 from shardwise.models.tokenizer import load_tokenizer
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
@@ -135,27 +133,21 @@ def read_rows(
         ShardwiseError: rank 0's refusal, on every rank.
     """
     memory = memory or MemoryData()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            known = path in memory.datasets
-            box[0] = load_rows(
-                Path(path),
-                run,
-                vocab_size=plan.model.vocab_size,
-                records=memory_records(memory.datasets[path], path, max_samples) if known else None,
-                tokenizer=lambda: memory.tokenizer or load_tokenizer(Path(run.tokenizer or run.model)),
-                max_positions=plan.model.max_position_embeddings,
-                max_samples=max_samples,
-                notify=say,
-            )
-        except ShardwiseError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], ShardwiseError):
-        raise box[0]
-    rows: list[Row] = box[0]
-    return rows
+
+    def read() -> list[Row]:
+        known = path in memory.datasets
+        return load_rows(
+            Path(path),
+            run,
+            vocab_size=plan.model.vocab_size,
+            records=memory_records(memory.datasets[path], path, max_samples) if known else None,
+            tokenizer=lambda: memory.tokenizer or load_tokenizer(Path(run.tokenizer or run.model)),
+            max_positions=plan.model.max_position_embeddings,
+            max_samples=max_samples,
+            notify=say,
+        )
+
+    return from_rank_0(read)
 
 
 def data_fingerprint(rows: list[Row]) -> str:
