@@ -14,9 +14,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from shardwise.launch.culprit import is_connection_error
 
 _PRELOAD = [
     "torch",
@@ -33,8 +36,17 @@ _PRELOAD = [
 ]
 
 
+_PEERS_SECONDS = 3.0  # how long the other ranks are heard after one has failed
+
+
 class RankError(RuntimeError):
-    """A rank raised or died; the message holds the traceback of the first one that did."""
+    """A rank raised or died; the message holds the traceback of the first that did, and a line of each other."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+    lost_a_peer: bool  # the connection to another rank ended: that one failed before
 
 
 def run_distributed(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -77,23 +89,39 @@ def _collect(
     receivers: Sequence[Connection], processes: Sequence[BaseProcess], deadline: float, timeout: float
 ) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: dict[int, _Failure] = {}
     pending = {receiver: rank for rank, receiver in enumerate(receivers)}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
+            break
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = pending.pop(receiver)
-            try:
-                ok, value = pickle.loads(receiver.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                processes[rank].join(5)
-                raise RankError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
-            if not ok:
-                raise RankError(f"rank {rank} raised:\n{value}")
-            results[rank] = value
+            answer = _receive(receiver, rank, processes[rank])
+            if isinstance(answer, _Failure):
+                # The peers of a rank that failed lose it and fail too: hear them before one is named.
+                failures[rank] = answer
+                deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
+            else:
+                results[rank] = answer
+    if failures:
+        first = sorted(failures.values(), key=lambda failure: failure.lost_a_peer)  # stable: else as they came
+        others = [f"{failure.text.splitlines()[0]} {failure.text.splitlines()[-1]}" for failure in first[1:]]
+        raise RankError("\n".join([first[0].text, *others]))
+    if pending:
+        raise RankError(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
     return [results[rank] for rank in range(len(receivers))]
+
+
+def _receive(receiver: Connection, rank: int, process: BaseProcess) -> Any:
+    """What a rank has sent: its result, or a :class:`_Failure`."""
+    try:
+        ok, value = pickle.loads(receiver.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        process.join(5)
+        return _Failure(f"rank {rank} died with exit code {process.exitcode}", lost_a_peer=False)
+    return value if ok else _Failure(f"rank {rank} raised:\n{value[0]}", lost_a_peer=value[1])
 
 
 def _rank_main(
@@ -108,8 +136,8 @@ def _rank_main(
         dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
         # Plain bytes: a tensor sent as such would live in shared memory that ends with this process.
         sender.send_bytes(pickle.dumps((True, function(rank, *args))))
-    except BaseException:
-        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    except BaseException as error:
+        sender.send_bytes(pickle.dumps((False, (traceback.format_exc(), is_connection_error(error)))))
     finally:
         sender.close()
         # The peers of a rank that raised sit in a collective; leaving without a goodbye frees them.

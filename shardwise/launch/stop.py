@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.launch.culprit import WorkerError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PREFIX, _KEY = "shardwise", "stop"
+_LAST_WORDS_SECONDS = 5.0
 
 
 class StopListener:
@@ -73,10 +75,13 @@ class _Channel:
     """The job's store; the same class on both ends, connected at the first use.
 
     A connection of its own, so that asking never waits behind another thread's blocking read.
+
+    Args:
+        seconds: how long to try to reach the store, and to wait for an answer.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
+    def __init__(self, host: str, port: int, seconds: float = 300.0) -> None:
+        self._address, self._limit = (host, port), timedelta(seconds=seconds)
         self._store: Any = None
 
     def _connected(self) -> Any:
@@ -84,7 +89,8 @@ class _Channel:
             from torch.distributed import PrefixStore, TCPStore
 
             host, port = self._address
-            self._store = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, wait_for_workers=False))
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._limit)
+            self._store = PrefixStore(_PREFIX, store)
         return self._store
 
 
@@ -102,7 +108,13 @@ class StopChannel(_Channel):
 
 
 class ErrorChannel(_Channel):
-    """Errors of ranks that could not leave them on the disk."""
+    """Errors of ranks that could not leave them on the disk.
+
+    The store may be gone with the machine that holds it: it is not looked for long, since what follows is the end.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port, seconds=_LAST_WORDS_SECONDS)
 
     def leave(self, error: WorkerError) -> None:
         """Leave it for the launcher."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
-from shardwise.launch.stop import StopChannel, StopListener
+from shardwise.launch.stop import ErrorChannel, StopChannel, StopListener
 from tests.launch.jobs import LAUNCHER, command, launched, prepare
 
 # Becomes the leader of a session on the terminal that it is given, with its three streams, and then the command.
@@ -48,6 +50,18 @@ def test_a_request_is_seen_at_the_other_end() -> None:
     assert worker.requested() is None
     launcher.request("SIGINT")
     assert worker.requested() == "SIGINT"
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_is_gone_is_not_looked_for_long() -> None:
+    """The launcher of another machine would wait for the store of machine 0, which has ended, for minutes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError):
+        ErrorChannel("127.0.0.1", port).left(2)
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.slow
