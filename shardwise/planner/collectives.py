@@ -33,7 +33,7 @@ def collective_seconds(op: CollectiveOp, num_bytes: Any, ranks: Any, stride: Any
     per_byte: Any = 0.0
     inside: Any = 1
     for link in cluster.links:
-        members = np.clip((link.devices or _EVERY_DEVICE) // np.maximum(stride, 1), inside, np.maximum(ranks, inside))
+        members = np.maximum(np.minimum((link.devices or _EVERY_DEVICE) // stride, ranks), inside)
         time = 1 / _bandwidth(link, members)
         if op == "all_to_all":
             per_byte = np.maximum(per_byte, (members - inside) / ranks * time)

@@ -94,22 +94,29 @@ def amount_bytes(amount: Amount, layout: Layout, work: Work) -> Any:
     split = amount.split * size + amount.split_bytes
     split += (amount.split_growing * size + amount.split_growing_bytes) * positions
     whole = amount.whole * size + amount.whole_bytes
-    expert = amount.expert * size + amount.expert_bytes
     spread = layout.tp if layout.sequence_parallel else 1
-    return tokens * (split / layout.tp + whole / spread + expert / layout.tp)
+    # Experts that no tensor rank cuts have the tokens shared out over the ranks instead.
+    routed = amount.routed * size / (1 if layout.expert_tensor else layout.tp)
+    return tokens * (split / layout.tp + whole / spread + amount.expert * size / layout.tp + routed)
 
 
 def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Terms:
     stack, chip = cluster.stack, cluster.chip
     traffic = amount_bytes(part.backward_traffic if backward else part.forward_traffic, layout, work)
-    operators = part.operators * (1.5 if backward else 1.0)
+    operators: Any = part.operators
+    if part.dispatched:
+        local = max((one.copies for one in part.products), default=1) / layout.ep
+        operators = operators + local * work.expert_operators
+        more = Amount(routed=(part.backward_traffic if backward else part.forward_traffic).routed)
+        traffic = traffic + amount_bytes(more, layout, work) * (work.expert_traffic - 1.0)
+    operators = operators * (1.5 if backward else 1.0)
     products = sum((_product(one, layout, work, cluster, backward) for one in part.products), start=0.0)
     attention = _attention(part.attention, layout, work, cluster, backward)
-    elementwise = traffic * stack.traffic / _memory_rate(cluster) + operators * chip.kernel_seconds
+    elementwise = traffic / _memory_rate(cluster) + operators * chip.kernel_seconds
     terms: Terms = {
         "matmul": products * stack.slowdown,
-        "attention": attention * stack.slowdown,
-        "elementwise": elementwise,
+        "attention": attention * stack.attention,
+        "elementwise": elementwise * stack.slowdown,
     }
     terms["launch"] = np.maximum(operators * stack.host_seconds - total(terms), 0.0)
     terms["tensor"] = _tensor(part, layout, work, cluster, backward)
@@ -202,7 +209,7 @@ def _context(attention: Attention | None, layout: Layout, work: Work, cluster: C
     seconds = collective_seconds("all_gather", size, layout.cp, layout.tp, cluster)
     if not work.overlap_context:
         return seconds
-    compute = _attention(attention, layout, work, cluster, backward) * cluster.stack.slowdown
+    compute = _attention(attention, layout, work, cluster, backward) * cluster.stack.attention
     return np.maximum(seconds - compute, 0.1 * seconds)
 
 

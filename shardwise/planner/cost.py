@@ -12,10 +12,9 @@ from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sha
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.memory import rank_memory
 from shardwise.planner.parts import Placed, stage_parts
-from shardwise.planner.simulate import Timeline, simulate
+from shardwise.planner.simulate import Timeline, short_lists, simulate_schedule
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.schedule import ActionLists, action_lists
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
     """
     stages = stage_parts(costs, layout)
     passes = [_stage_passes(parts, layout, work, cluster) for parts in stages]
-    lists = action_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
+    lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
     memory = tuple(
         rank_memory([stages[s] for s in layout.stages_of(rank)], actions, layout, work, cluster)
         for rank, actions in lists.items()
     )
-    timeline = _timeline(costs, lists, passes, layout, work, cluster)
+    timeline = _timeline(costs, passes, layout, work, cluster)
     rank, data, optimizer = _deciding_rank(timeline, stages, passes, layout, work, cluster)
     own = [passes[stage] for stage in layout.stages_of(rank)]
     computed = [scale_terms(add_terms(p.forward, p.backward), layout.num_micro_batches) for p in own]
@@ -92,7 +91,6 @@ def _stage_passes(parts: Sequence[Placed], layout: Layout, work: Work, cluster: 
 
 def _timeline(
     costs: ModelCosts,
-    lists: ActionLists,
     passes: Sequence[Passes],
     layout: Layout,
     work: Work,
@@ -108,7 +106,9 @@ def _timeline(
 
     forward = [float(total(p.forward)) for p in passes]
     backward = [float(total(p.backward) + total(p.again)) for p in passes]
-    return simulate(lists, forward, backward, send)
+    return simulate_schedule(
+        layout.schedule, int(layout.num_micro_batches), layout.virtual_stages, (forward, backward), send
+    )
 
 
 def _deciding_rank(

@@ -14,6 +14,7 @@ from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import Placed
 from shardwise.spec.cluster import ClusterSpec
 
+_HOST_BANDWIDTH = 12e9  # bytes/s to the host's memory, of a device that shares the way with its neighbours
 _NEVER_HIDDEN = 0.08  # of traffic beside compute: what starts it, ends it, and what both take from each other
 
 
@@ -61,7 +62,8 @@ def optimizer_seconds(parts: Sequence[Placed], layout: Layout, work: Work, clust
         dense = dense / layout.shard
         expert = expert / np.minimum(layout.shard, layout.expert_data_ranks)
     chip = cluster.chip
-    return (dense + expert) * work.traffic_bytes / (chip.memory_bandwidth * chip.bandwidth_efficiency)
+    seconds = (dense + expert) * work.traffic_bytes / (chip.memory_bandwidth * chip.bandwidth_efficiency)
+    return seconds + (dense + expert) * work.host_bytes / _HOST_BANDWIDTH
 
 
 def sharded_terms(block: Placed, layout: Layout, work: Work, cluster: ClusterSpec) -> tuple[Any, Any]:

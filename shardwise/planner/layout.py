@@ -73,6 +73,9 @@ class Work:
         overlap_tensor: share of the tensor collectives' time that fused kernels hide.
         overlap_context: the exchange of keys and values runs beside attention.
         recompute_sends: full recomputation repeats the tensor collectives.
+        expert_traffic: factor on the memory traffic that goes with tokens to their experts (how they are sorted).
+        expert_operators: kernels that are started for each expert of a rank; 0 where one kernel takes all.
+        host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
     """
 
     sequence: int
@@ -89,3 +92,6 @@ class Work:
     overlap_tensor: float = 0.0
     overlap_context: bool = True
     recompute_sends: bool = True
+    expert_traffic: float = 1.0
+    expert_operators: float = 0.0
+    host_bytes: float = 0.0

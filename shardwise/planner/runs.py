@@ -42,6 +42,15 @@ _CHIPS = (
     ("l40s", "l40s"),
     ("t4", "t4"),
 )
+_VOCABULARIES = (
+    ("baichuan2", 125696),
+    ("llama3", 128256),
+    ("llama-3", 128256),
+    ("qwen", 151936),
+    ("deepseek", 129280),
+    ("gemma", 256000),
+    ("glm4", 151552),
+)
 
 
 class SkippedRow(ValueError):
@@ -129,7 +138,7 @@ def _shape(row: Row) -> Shape:
         kv_heads=_count(row, "n_kv_heads", heads),
         head_dim=128 if latent else _count(row, "head_dim", hidden // heads),
         ffn=ffn,
-        vocab=_count(row, "vocab", 50304 if not gated else 32000),
+        vocab=_count(row, "vocab", _vocabulary(row, gated)),
         gated=gated,
         tied=row.get("tied_embeddings") == "1",
         experts=Experts(
@@ -147,6 +156,12 @@ def _shape(row: Row) -> Shape:
         positions=_count(row, "seq_len") if not gated else 0,
         more_blocks=_count(row, "mtp_layers", 0),
     )
+
+
+def _vocabulary(row: Row, gated: bool) -> int:
+    """A family's vocabulary where the column is empty."""
+    name = row.get("model_name", "").lower()
+    return next((size for word, size in _VOCABULARIES if word in name), 32000 if gated else 50304)
 
 
 def _layout(row: Row, degrees: Layout, num_blocks: int) -> Layout:

@@ -8,7 +8,7 @@ and write.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.spec.block import (
@@ -154,7 +154,7 @@ def _block(shape: Shape, experts: Experts | None, degrees: tuple[int, ...]) -> P
         forward_traffic=forward + feed_traffic,
         backward_traffic=backward + _doubled(feed_traffic),
         saved=levels,
-        operators=16 + len(products) + len(more) + (12 if experts else 0),
+        operators=18 + len(products) + len(more) + (12 if experts else 0) + (16 if shape.eager else 0),
         degrees=tuple(_tensor_split(shape, degree, hidden) for degree in degrees),
         dispatched=chosen * hidden,
     )
@@ -205,8 +205,8 @@ def _feed_forward(shape: Shape, experts: Experts | None) -> tuple[list[Product],
         Product("experts_down", experts.ffn, hidden, "inner", chosen, experts.number),
     ]
     # Tokens are gathered in the order of their experts before, and put back after.
-    saved = Amount(expert=chosen * (inner + 2 * hidden), whole_bytes=8 * experts.number)
-    traffic = Amount(expert=chosen * (inner + 6 * hidden), whole_bytes=24 * experts.number)
+    saved = Amount(expert=chosen * inner, routed=2 * chosen * hidden, whole_bytes=8 * experts.number)
+    traffic = Amount(expert=chosen * inner, routed=6 * chosen * hidden, whole_bytes=24 * experts.number)
     if experts.shared_ffn:
         products += [
             Product("shared_up", hidden, up * experts.shared_ffn, "outer"),
@@ -220,7 +220,7 @@ def _feed_forward(shape: Shape, experts: Experts | None) -> tuple[list[Product],
 def _products_only(feed_saved: Amount, shape: Shape, experts: Experts | None) -> Amount:
     """What is left to keep where only the results of products are: no activation functions."""
     share = (2 if shape.gated else 1) / (3 if shape.gated else 2)
-    return Amount(split=feed_saved.split * share, expert=feed_saved.expert * share, whole_bytes=feed_saved.whole_bytes)
+    return replace(feed_saved, split=feed_saved.split * share, expert=feed_saved.expert * share)
 
 
 def _without_growth(amount: Amount) -> Amount:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from shardwise.spec.schedule import Action, ActionLists
+from shardwise.spec.schedule import Action, ActionLists, action_lists
 
 Send = Callable[[int, int], float]
+StageSeconds = tuple[Sequence[float], Sequence[float]]  # forward, backward
+# Rounds after which a pipeline repeats itself: several stages on a rank that differ take longer to settle.
+_ROUNDS = {"1f1b": 4, "interleaved": 8}
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,12 @@ class Timeline:
     Args:
         finish: of each pipeline rank, the end of its last action.
         busy: seconds of each rank in actions.
-        ends: the end of each action.
+        ends: of forward and of backward passes, the end of each: [stage][micro-batch].
     """
 
     finish: tuple[float, ...]
     busy: tuple[float, ...]
-    ends: dict[Action, float]
+    ends: tuple[list[list[float]], list[list[float]]]
 
     @property
     def seconds(self) -> float:
@@ -48,42 +52,77 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
     Raises:
         ValueError: the lists wait for each other for ever.
     """
-    num_ranks, last = len(lists), len(forward) - 1
+    num_ranks, num_stages = len(lists), len(forward)
+    number = 1 + max(action.micro_batch for action in lists[0])
+    none = float("inf")
+    # A row more on each side: the input of the first stage is there from the start.
+    ends = [[[none] * number for _ in range(num_stages + 1)] for _ in range(2)]
+    ends[0][num_stages] = [0.0] * number  # index -1 of the first stage
+    hops = [[send(a, b) if a != b else 0.0 for b in range(num_ranks)] for a in range(num_ranks)]
     place, free, busy = [0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
-    ends: dict[Action, float] = {}
-    hops = {(a, b): send(a, b) for a in range(num_ranks) for b in ((a + 1) % num_ranks, (a - 1) % num_ranks) if a != b}
     left = sum(len(actions) for actions in lists.values())
     while left:
         before = left
         for rank, actions in lists.items():
-            while place[rank] < len(actions):
-                action = actions[place[rank]]
-                source = _source(action, last)
-                if source is None:
-                    ready = 0.0
-                elif source in ends:
-                    other = source.stage % num_ranks
-                    ready = ends[source] + (hops[other, rank] if other != rank else 0.0)
+            now, start = free[rank], place[rank]
+            for index in range(start, len(actions)):
+                stage, kind, micro_batch = actions[index]
+                if kind == "forward":
+                    ready = ends[0][stage - 1][micro_batch]
+                    if stage:
+                        ready += hops[(stage - 1) % num_ranks][rank]
+                    seconds, into = forward[stage], ends[0][stage]
+                elif stage == num_stages - 1:
+                    ready, seconds, into = ends[0][stage][micro_batch], backward[stage], ends[1][stage]
                 else:
+                    ready = ends[1][stage + 1][micro_batch] + hops[(stage + 1) % num_ranks][rank]
+                    seconds, into = backward[stage], ends[1][stage]
+                if ready == none:
                     break
-                seconds = (forward if action.kind == "forward" else backward)[action.stage]
-                free[rank] = max(free[rank], ready) + seconds
+                now = (ready if ready > now else now) + seconds
                 busy[rank] += seconds
-                ends[action] = free[rank]
+                into[micro_batch] = now
                 place[rank] += 1
-                left -= 1
+            free[rank] = now
+            left -= place[rank] - start
         if left == before:
             raise ValueError("the action lists wait for each other")
-    return Timeline(tuple(free), tuple(busy), ends)
+    return Timeline(tuple(free), tuple(busy), (ends[0][:num_stages], ends[1][:num_stages]))
 
 
-def _source(action: Action, last: int) -> Action | None:
-    """The action whose result this one needs."""
-    if action.kind == "forward":
-        return Action(action.stage - 1, "forward", action.micro_batch) if action.stage else None
-    if action.stage == last:
-        return Action(last, "forward", action.micro_batch)
-    return Action(action.stage + 1, "backward", action.micro_batch)
+def simulate_schedule(
+    schedule: str, num_micro_batches: int, virtual_stages: int, stage_seconds: StageSeconds, send: Send
+) -> Timeline:
+    """:func:`simulate` for a schedule by its name, quick also for thousands of micro-batches.
+
+    Once a pipeline is full, each further round of as many micro-batches as ranks takes the same time, so a long step
+    is simulated at two shorter lengths; ``ends`` then are those of the longer one.
+    """
+    forward, backward = stage_seconds
+    num_ranks = len(forward) // virtual_stages
+    lists = short_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
+    timeline = simulate(lists, forward, backward, send)
+    simulated = sum(action.kind == "forward" for action in lists[0]) // virtual_stages
+    rounds = (num_micro_batches - simulated) / num_ranks
+    if not rounds:
+        return timeline
+    shorter = simulate(_lists(schedule, num_ranks, simulated - num_ranks, virtual_stages), forward, backward, send)
+    return Timeline(
+        finish=tuple(a + rounds * (a - b) for a, b in zip(timeline.finish, shorter.finish, strict=True)),
+        busy=tuple(a + rounds * (a - b) for a, b in zip(timeline.busy, shorter.busy, strict=True)),
+        ends=timeline.ends,
+    )
+
+
+def short_lists(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
+    """The lists of a step, or of a shorter one that holds as many activations and repeats in the same way."""
+    enough = _ROUNDS.get(schedule, num_micro_batches) * num_ranks + num_micro_batches % num_ranks
+    return _lists(schedule, num_ranks, min(num_micro_batches, enough), virtual_stages)
+
+
+@lru_cache(maxsize=256)
+def _lists(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
+    return action_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
 
 
 def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float]) -> float:

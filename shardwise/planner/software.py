@@ -36,7 +36,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         return Software("mindspeed", _mindspeed(options, half))
     if "mindformers" in framework or "mindspore" in framework:
         # Parameters and their optimizer state are fp32, cast for the products.
-        return Software("mindformers", {"gradient_bytes": 4.0, "sent_gradient_bytes": 4.0, "weight_bytes": 2.0})
+        return Software("mindformers", {"overlap_data": False})
     if "deepspeed" in framework and "megatron" in framework:
         sent = {"sent_gradient_bytes": 2.0, "gradient_bytes": 2.0, "accumulation_bytes": 6.0}
         return Software("megatron-deepspeed", {"overlap_data": False, **sent})
@@ -55,11 +55,17 @@ def software_of(row: Mapping[str, str]) -> Software:
 def _mindspeed(options: str, half: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"overlap_data": "overlap-grad-reduce" in options}
     if re.search(r"use-mc2|use-ascend-mc2|use-ascend-coc", options):
-        fields["overlap_tensor"] = 0.4
+        fields["overlap_tensor"] = 0.45
+    # Tokens are sorted by index kernels, several passes of them in fp32.
+    fields["expert_traffic"] = 6.0
+    if "moe-grouped-gemm" not in options:
+        fields["expert_operators"] = 8.0
     if half:
         fields |= {"gradient_bytes": 2.0, "sent_gradient_bytes": 2.0}
     if "no-gradient-accumulation-fusion" in options:
         fields["accumulation_bytes"] = 12.0
+    if "swap-optimizer" in options:
+        fields["host_bytes"] = 24.0
     if "reuse-fp32-param" in options:
         fields["optimizer_bytes"] = 10.0
     return fields

@@ -66,14 +66,14 @@ class Stack:
     """A software stack on a chip, in three numbers.
 
     Args:
-        slowdown: factor on the time of matrix products and attention.
-        traffic: factor on the memory traffic of all other operators (fused kernels: below 1).
+        slowdown: factor on the time of all kernels but attention.
+        attention: factor on the time of attention (the age of its kernel).
         host_seconds: time in which the host starts one operator; small kernels wait for it.
     """
 
     name: str
     slowdown: float = 1.0
-    traffic: float = 1.0
+    attention: float = 1.0
     host_seconds: float = 6e-6
 
 
