@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,14 +25,23 @@ from shardwise.planner.runs import Row, Run, SkippedRow, read_run
 
 TABLE = Path(__file__).resolve().parents[1] / "tests/planner/published.csv"
 FREE = ("slowdown", "attention", "host_seconds")
-LOW, HIGH = np.array([0.9, 0.6, 1e-6]), np.array([2.0, 3.5, 4e-5])
+LOW, HIGH = np.array([0.9, 0.6, 1e-6]), np.array([2.0, 3.5, 3e-5])
 SIZES = (60.0, 1000.0)
 EVERY = 5  # of the largest source one row in so many
 
 
-def in_fit(row: Row) -> bool:
-    """Half of the (source, model) groups, by a hash of their names."""
-    return hashlib.sha256(f"{row['source']}/{row['model_name']}".encode()).digest()[0] % 2 == 0
+def fit_groups(rows: Sequence[Row]) -> set[tuple[str, str]]:
+    """The (source, model) groups to fit: of each source, in an order that a hash gives, those that make up half."""
+    sizes = Counter((row["source"], row["model_name"]) for row in rows)
+    sides: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    chosen = set()
+    for group in sorted(sizes, key=lambda names: hashlib.sha256("/".join(names).encode()).digest()):
+        side = sides[group[0]]
+        fits = side[0] <= side[1]
+        side[0 if fits else 1] += sizes[group]
+        if fits:
+            chosen.add(group)
+    return chosen
 
 
 def load() -> list[tuple[Run, Row]]:
@@ -66,7 +77,9 @@ def fit(runs: list[tuple[Run, Row]]) -> None:
     low = np.concatenate([[SIZES[0]], *([LOW] * len(stacks))])
     high = np.concatenate([[SIZES[1]], *([HIGH] * len(stacks))])
     start = np.clip(start, low * 1.001, high * 0.999)
-    chosen = [(run, row) for run, row in runs if in_fit(row)]
+    groups = fit_groups([row for _, row in runs])
+    chosen = [(run, row) for run, row in runs if (row["source"], row["model_name"]) in groups]
+    others = [(run, row) for run, row in runs if (row["source"], row["model_name"]) not in groups]
 
     def logarithms(x: np.ndarray, some: list[tuple[Run, Row]]) -> np.ndarray:
         x = np.exp(x)
@@ -89,7 +102,7 @@ def fit(runs: list[tuple[Run, Row]]) -> None:
     print(f"{family(runs[0][0])}: half_size {x[0]:.0f}")
     for i, name in enumerate(stacks):
         print(f"   {name}:", {key: float(f"{value:.3g}") for key, value in zip(FREE, x[1 + 3 * i :], strict=False)})
-    for label, some in (("fit", chosen), ("check", [pair for pair in runs if not in_fit(pair[1])])):
+    for label, some in (("fit", chosen), ("check", others)):
         off = np.exp(logarithms(found.x, some)) - 1 if some else np.array([])
         for source in sorted({row["source"] for _, row in some}):
             own = errors(value for value, (_, row) in zip(off, some, strict=True) if row["source"] == source)

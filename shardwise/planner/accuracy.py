@@ -15,6 +15,9 @@ from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.runs import Row, SkippedRow, read_run
 
 _CONFIGURED = ["n_layers", "hidden", "n_heads", "seq_len", "global_batch_seqs", "micro_batch", "tp", "pp"]
+_SAME = ("source", "framework", "chip", "num_devices", "model_name", "n_layers", "hidden", "seq_len")
+_SAME += ("global_batch_seqs", "precision")
+_VARIED = ("micro_batch", "tp", "pp", "vpp", "dp", "cp", "ep", "sp", "recompute", "zero_stage_or_fsdp")
 _RANKED = 4  # configurations of a model on the same devices from which a ranking counts
 
 
@@ -98,6 +101,28 @@ def _predict(row: Row) -> Prediction:
     return Prediction(row, made, "", is_scored(row), run.seconds, run.memory_bytes)
 
 
+def answer(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """What `shardwise estimate --json` gives: rows with their terms, and errors where something was measured."""
+    return {"schema": 1, "rows": [_answer_row(one) for one in predictions], "summary": summary(predictions)}
+
+
+def _answer_row(one: Prediction) -> dict[str, Any]:
+    made = one.estimate
+    fullest: dict[str, float] = max(made.memory_terms, key=lambda terms: sum(terms.values())) if made else {}
+    return {
+        "id": one.id,
+        "step_seconds": made.step_seconds if made else None,
+        "memory_bytes": made.memory_bytes if made else None,
+        "time_terms": made.time_terms if made else {},
+        "memory_terms": fullest,
+        "bubble": made.bubble if made else None,
+        "measured_step_seconds": one.seconds,
+        "measured_memory_bytes": one.memory_bytes,
+        "scored": one.scored,
+        "skipped": one.skipped,
+    }
+
+
 def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Errors by kind and source; the rows that are not scored apart."""
     scored = [one for one in predictions if one.scored]
@@ -147,23 +172,10 @@ def regret(predictions: Sequence[Prediction]) -> dict[str, float]:
     their mean.
     """
     groups: dict[tuple[str, ...], dict[tuple[str, ...], list[Prediction]]] = defaultdict(lambda: defaultdict(list))
-    same = [
-        "source",
-        "framework",
-        "chip",
-        "num_devices",
-        "model_name",
-        "n_layers",
-        "hidden",
-        "seq_len",
-        "global_batch_seqs",
-        "precision",
-    ]
-    varied = ["micro_batch", "tp", "pp", "vpp", "dp", "cp", "ep", "sp", "recompute", "zero_stage_or_fsdp"]
     for one in predictions:
         if one.time_error is not None:
-            key = tuple(one.row.get(name, "") for name in same)
-            groups[key][tuple(one.row.get(name, "") for name in varied)].append(one)
+            key = tuple(one.row.get(name, "") for name in _SAME)
+            groups[key][tuple(one.row.get(name, "") for name in _VARIED)].append(one)
     losses = [loss for members in groups.values() if (loss := _loss(list(members.values()))) is not None]
     return {"groups": len(losses), "mean_loss": fmean(losses)} if losses else {"groups": 0}
 

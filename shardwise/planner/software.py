@@ -39,7 +39,10 @@ def software_of(row: Mapping[str, str]) -> Software:
         return Software("mindformers", {"overlap_data": False})
     if "deepspeed" in framework and "megatron" in framework:
         sent = {"sent_gradient_bytes": 2.0, "gradient_bytes": 2.0, "accumulation_bytes": 6.0}
-        return Software("megatron-deepspeed", {"overlap_data": False, **sent})
+        stack = "deepspeed-pipeline" if "pp from deepspeed" in framework else "megatron-deepspeed"
+        if not half:  # weights' gradients in bf16, summed in fp32
+            sent |= {"gradient_bytes": 6.0, "accumulation_bytes": 12.0, "sent_gradient_bytes": 4.0}
+        return Software(stack, {"overlap_data": False, **sent})
     if "fsdp" in framework or "composer" in framework or "titan" in framework or "deepspeed" in framework:
         pure = "PURE" in row.get("zero_stage_or_fsdp", "")
         fields = {"weight_bytes": 4.0, "optimizer_bytes": 8.0, "sent_gradient_bytes": 2.0 if pure else 4.0}
