@@ -15,8 +15,8 @@ from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.runs import Row, SkippedRow, read_run
 
 _CONFIGURED = ["n_layers", "hidden", "n_heads", "seq_len", "global_batch_seqs", "micro_batch", "tp", "pp"]
-_SAME = ("source", "framework", "chip", "num_devices", "model_name", "n_layers", "hidden", "seq_len")
-_SAME += ("global_batch_seqs", "precision")
+_JOB = ("source", "framework", "chip", "num_devices", "global_batch_seqs", "precision")
+_SAME = (*_JOB, "model_name", "n_layers", "hidden", "seq_len")
 _VARIED = ("micro_batch", "tp", "pp", "vpp", "dp", "cp", "ep", "sp", "recompute", "zero_stage_or_fsdp")
 _RANKED = 4  # configurations of a model on the same devices from which a ranking counts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.spec.block import RecomputeLevel
 
@@ -75,6 +75,8 @@ class Work:
         recompute_sends: full recomputation repeats the tensor collectives.
         expert_traffic: factor on the memory traffic that goes with tokens to their experts (how they are sorted).
         expert_operators: kernels that are started for each expert of a rank; 0 where one kernel takes all.
+        counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, or all that the
+            device has given away.
         host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
     """
 
@@ -94,4 +96,5 @@ class Work:
     recompute_sends: bool = True
     expert_traffic: float = 1.0
     expert_operators: float = 0.0
+    counted: Literal["tensors", "allocator", "device"] = "device"
     host_bytes: float = 0.0

@@ -16,6 +16,9 @@ from shardwise.spec.block import Amount
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
 
+_SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
+_BASE_BYTES = 1.5 * 2**30  # context, libraries' workspaces, communicators
+
 
 def rank_memory(
     stages: Sequence[Sequence[Placed]], actions: Sequence[Action], layout: Layout, work: Work, cluster: ClusterSpec
@@ -36,6 +39,10 @@ def rank_memory(
     terms["logits"] = peak_bytes(actions, both) - terms["activations"]
     terms["workspace"] = max(_workspace(one, layout, work) for one in parts)
     terms["gathered"] = _gathered(parts, layout, work)
+    if work.counted != "tensors":
+        terms["slack"] = _SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
+    if work.counted == "device":
+        terms["base"] = _BASE_BYTES
     return {name: float(value) for name, value in terms.items()}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.shape import Experts, Latent, Shape, model_costs
@@ -103,7 +104,7 @@ def read_run(row: Row) -> Run:
         costs=costs,
         cluster=_cluster(row, software.stack),
         layout=layout,
-        work=software.work(_count(row, "seq_len"), precision),
+        work=replace(software.work(_count(row, "seq_len"), precision), counted=_counted(row.get("mem_kind", ""))),
         seconds=_number(row, "step_s_norm") or _number(row, "step_seconds"),
         memory_bytes=_memory(row),
         memory_kind=row.get("mem_kind", ""),
@@ -132,7 +133,7 @@ def _shape(row: Row) -> Shape:
     ffn = _count(row, "ffn", 4 * hidden)
     return Shape(
         name=row.get("model_name", ""),
-        num_blocks=_count(row, "n_layers"),
+        num_blocks=_count(row, "n_layers") - len(_empty_blocks(row)),
         hidden=hidden,
         heads=heads,
         kv_heads=_count(row, "n_kv_heads", heads),
@@ -155,7 +156,20 @@ def _shape(row: Row) -> Shape:
         dropout=eager and not gated,
         positions=_count(row, "seq_len") if not gated else 0,
         more_blocks=_count(row, "mtp_layers", 0),
+        dropped=_dropped(row.get("other_opts", ""), row.get("recompute", "")),
     )
+
+
+def _dropped(options: str, recompute: str) -> frozenset[str]:
+    """What software keeps out of memory by options of its own."""
+    words = {
+        "norms": "recompute-norm" in recompute,
+        "activation": "recompute-activation-function" in recompute,
+        "experts": "moe-zero-memory" in recompute,
+        "attention": "swap-attention" in options,
+        "logits": "fused ce" in options.lower() and "te fused" not in options.lower(),
+    }
+    return frozenset(name for name, given in words.items() if given)
 
 
 def _vocabulary(row: Row, gated: bool) -> int:
@@ -179,10 +193,22 @@ def _layout(row: Row, degrees: Layout, num_blocks: int) -> Layout:
     )
 
 
+def _empty_blocks(row: Row) -> list[int]:
+    """Places in the count of blocks that hold nothing, so that the stages come out even."""
+    found = re.search(r"noop-layers=([\d,]+)", row.get("other_opts", ""))
+    places = sorted({int(place) for place in found[1].split(",")}) if found else []
+    return [place for place in places if place < _count(row, "n_layers")]
+
+
 def _stages(row: Row, pp: int, num_blocks: int, virtual: int) -> dict[str, Any]:
     """Blocks of each stage, and which of them are recomputed."""
     options = row.get("other_opts", "")
     stages = default_stages(num_blocks, pp * virtual)
+    if empty := _empty_blocks(row):
+        ends = list(accumulate(default_stages(num_blocks + len(empty), pp * virtual)))
+        held = [sum(place < end for place in empty) for end in ends]
+        ends = [end - lost for end, lost in zip(ends, held, strict=True)]
+        stages = tuple(b - a for a, b in pairwise([0, *ends]))
     given = re.search(r"num-layer-list=([\d,]+)", options)
     offset = re.search(r"pp offset=\[([-\d\s]+)\]", options)
     if given and virtual == 1:
@@ -258,6 +284,13 @@ def _network(text: str, per_node: int) -> float | None:
         return None
     total = int(found[2]) * (int(found[1]) if found[1] else (1 if found[3] else per_node))
     return total * 1e9 / 8 / per_node
+
+
+def _counted(kind: str) -> Literal["tensors", "allocator", "device"]:
+    kind = kind.lower()
+    if "reserved" in kind:
+        return "allocator"
+    return "tensors" if "allocated" in kind or "peak mem" in kind else "device"
 
 
 def _memory(row: Row) -> float | None:

@@ -54,6 +54,9 @@ class Shape:
         eager: attention writes its scores to memory, with dropout.
         dropout: the residual stream has dropout, as early GPTs.
         more_blocks: further blocks on the last stage that predict a second token.
+        dropped: what is not kept for the backward pass although nothing else is recomputed: ``norms`` ``activation``
+            (results of the activation function) ``experts`` (all inside of them) ``attention`` (swapped to the host)
+            ``logits`` (a loss that never holds them).
     """
 
     name: str
@@ -74,6 +77,7 @@ class Shape:
     dropout: bool = False
     positions: int = 0
     more_blocks: int = 0
+    dropped: frozenset[str] = frozenset()
 
 
 def model_costs(shape: Shape, degrees: Iterable[int] = (1, 2, 4, 8, 16, 32, 64)) -> ModelCosts:
@@ -114,8 +118,8 @@ def _block(shape: Shape, experts: Experts | None, degrees: tuple[int, ...]) -> P
     # norm 1, the input of q/k/v, norm 2, the input of the feed-forward part; of the latent, its two vectors.
     # The core saves q, k, v and its output (and each head's fp32 normaliser, or scores after softmax and dropout).
     saved = Amount(
-        split=queries + keys + width,
-        whole=4 * hidden + whole,
+        split=0 if "attention" in shape.dropped else queries + keys + width,
+        whole=(2 if "norms" in shape.dropped else 4) * hidden + whole,
         whole_bytes=masks,
         split_bytes=4 * shape.heads,
         split_growing=2 * scores,
@@ -191,13 +195,14 @@ def _attention(shape: Shape) -> tuple[Attention, list[Product], int]:
 def _feed_forward(shape: Shape, experts: Experts | None) -> tuple[list[Product], Amount, Amount, int]:
     """Products, what is saved, what is read and written forward, and experts that a token goes to."""
     hidden, up = shape.hidden, 2 if shape.gated else 1
+    kept = up if "activation" in shape.dropped else up + 1
     if experts is None:
         products = [
             Product("up", hidden, up * shape.ffn, "outer"),
             Product("down", shape.ffn, hidden, "inner"),
         ]
         inner = (up + 1) * shape.ffn
-        return products, Amount(split=inner), Amount(split=inner), 0
+        return products, Amount(split=kept * shape.ffn), Amount(split=inner), 0
     chosen, inner = experts.chosen, (up + 1) * experts.ffn
     products = [
         Product("router", hidden, experts.number),
@@ -205,7 +210,9 @@ def _feed_forward(shape: Shape, experts: Experts | None) -> tuple[list[Product],
         Product("experts_down", experts.ffn, hidden, "inner", chosen, experts.number),
     ]
     # Tokens are gathered in the order of their experts before, and put back after.
-    saved = Amount(expert=chosen * inner, routed=2 * chosen * hidden, whole_bytes=8 * experts.number)
+    saved = Amount(expert=chosen * kept * experts.ffn, routed=2 * chosen * hidden, whole_bytes=8 * experts.number)
+    if "experts" in shape.dropped:
+        saved = Amount(routed=chosen * hidden, whole_bytes=8 * experts.number)
     traffic = Amount(expert=chosen * inner, routed=6 * chosen * hidden, whole_bytes=24 * experts.number)
     if experts.shared_ffn:
         products += [
@@ -213,7 +220,8 @@ def _feed_forward(shape: Shape, experts: Experts | None) -> tuple[list[Product],
             Product("shared_down", experts.shared_ffn, hidden, "inner"),
         ]
         shared = Amount(split=(up + 1) * experts.shared_ffn)
-        saved, traffic = saved + shared, traffic + shared + Amount(whole=3 * hidden)
+        saved = saved + Amount(split=kept * experts.shared_ffn)
+        traffic = traffic + shared + Amount(whole=3 * hidden)
     return products, saved, traffic, chosen
 
 
@@ -271,7 +279,8 @@ def _ends(shape: Shape, degrees: tuple[int, ...]) -> tuple[PartCosts, PartCosts]
     )
     own = Parameters(split=0 if shape.tied else vocab * hidden, whole=hidden * (1 if shape.gated else 2))
     # Logits in the compute precision; the loss reads them, keeps its softmax in fp32 and writes their gradient.
-    logits = Amount(split=vocab, split_bytes=4 * vocab, whole=2 * hidden)
+    kept = 0 if "logits" in shape.dropped else vocab
+    logits = Amount(split=kept, split_bytes=4 * kept, whole=2 * hidden)
     head = PartCosts(
         name="head",
         parameters=own,

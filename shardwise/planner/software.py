@@ -43,7 +43,12 @@ def software_of(row: Mapping[str, str]) -> Software:
         if not half:  # weights' gradients in bf16, summed in fp32
             sent |= {"gradient_bytes": 6.0, "accumulation_bytes": 12.0, "sent_gradient_bytes": 4.0}
         return Software(stack, {"overlap_data": False, **sent})
-    if "fsdp" in framework or "composer" in framework or "titan" in framework or "deepspeed" in framework:
+    if "deepspeed" in framework:
+        fields = {"gradient_bytes": 2.0, "sent_gradient_bytes": 2.0}
+        if "offload" in row.get("zero_stage_or_fsdp", "").lower():
+            fields |= {"optimizer_bytes": 0.0, "traffic_bytes": 0.0, "host_bytes": 4.0}
+        return Software("fsdp", fields)
+    if "fsdp" in framework or "composer" in framework or "titan" in framework:
         pure = "PURE" in row.get("zero_stage_or_fsdp", "")
         fields = {"weight_bytes": 4.0, "optimizer_bytes": 8.0, "sent_gradient_bytes": 2.0 if pure else 4.0}
         stack = "torchtitan" if "titan" in framework or "fsdp2" in framework else "fsdp"
