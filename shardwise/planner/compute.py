@@ -18,7 +18,7 @@ from shardwise.spec.cluster import ClusterSpec
 
 Terms = dict[str, Any]
 # The head size at which a chip's attention efficiency is given, and the size that halves it.
-_HEAD_SIZE, _HALF_HEAD = 128, 48
+_HEAD_SIZE, _HALF_HEAD = 128, 96
 _HALF_ROW = 256  # keys of a query at which a fused kernel reaches half its speed
 _BACKWARD_ATTENTION = 2.5 / 0.85  # five products where forward has two, at a lower rate (Dao 2023, arXiv:2307.08691)
 
