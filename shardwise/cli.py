@@ -171,6 +171,42 @@ def estimate_runs(
         show_estimates(found, results_console())
 
 
+@app.command("plan")
+@_interruptible
+def plan_run(
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="run.yaml and key=value: fields of strategy are fixed")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="a model folder with config.json, or a well-known name")] = None,
+    cluster: Annotated[str | None, typer.Option(help="profile of the devices, such as a100-80gb")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of devices, at most")] = None,
+    fix: Annotated[list[str] | None, typer.Option(help="a degree that is given, as tp=8; may be repeated")] = None,
+    top: Annotated[int, typer.Option(min=1, help="number of plans to show")] = 5,
+    output: Annotated[Path, typer.Option(help="where the best plan is written")] = Path("plan.json"),
+    explain: Annotated[bool, typer.Option("--explain", help="every term, rejection, and what would change it")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Find the fastest split of a model over devices that need not be here, and say why."""
+    from shardwise.launch.planning import make_job, save_plan
+    from shardwise.planner.explain import answer, what_would_change
+    from shardwise.planner.search import search
+    from shardwise.report.plans import show_plans, show_reasons
+    from shardwise.report.results import print_json, results_console
+
+    tree = _tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
+    job = make_job(tree, os.environ)
+    found = search(job, top)
+    changes = what_would_change(job, found) if explain else []
+    if as_json:
+        print_json(answer(job, found) | ({"what_would_change": changes} if explain else {}))
+    else:
+        console = results_console()
+        show_plans(job, found, console)
+        if explain:
+            show_reasons(job, found, changes, console)
+    print(save_plan(job, found, output), file=sys.stderr)
+
+
 @model_app.command("show")
 @_interruptible
 def model_show(

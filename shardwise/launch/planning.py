@@ -1,0 +1,98 @@
+"""From the words of a command or a run to a job for the planner, and from its answer to ``plan.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.launch.hub import locate_model
+from shardwise.planner.job import Found, Job
+from shardwise.planner.known import costs_of, known_models
+from shardwise.planner.layout import Work
+from shardwise.spec.aliases import translate
+from shardwise.spec.cluster import ClusterSpec, load_cluster
+from shardwise.spec.plan import DeviceType, Plan
+from shardwise.spec.rules import parse_run
+from shardwise.spec.run import RunConfig
+
+_STEP_TOKENS = 4 * 2**20  # of an optimizer step, where no batch is given
+_LEAST_ROWS = 8
+_MOST_TOKENS = 4096  # of a row, where no length is given
+_FREE = ("gradient_aggregation_group", "plan")  # fields of a strategy that no degree depends on
+
+
+def make_job(tree: dict[str, Any], environ: Mapping[str, str]) -> Job:
+    """The job that a command describes; every field of ``strategy`` that it gives is fixed.
+
+    Raises:
+        ConfigError: an unknown key or profile, no model, no number of devices.
+    """
+    run = parse_run(translate(tree)[0], planned=True)
+    if run.cluster is None:
+        raise ConfigError("--cluster", "missing: a plan is for devices of a kind", "Give --cluster NAME, such as a100-80gb")
+    if run.devices is None:
+        raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
+    source = run.model
+    if run.model not in known_models():
+        source = str(locate_model(run.model, run.models_dir or environ.get("SHARDWISE_MODELS_DIR"), only_config=True))
+    model, costs = costs_of(source)
+    cluster = load_cluster(run.cluster)
+    sequence = run.data.max_length or min(_MOST_TOKENS, model.max_position_embeddings)
+    work = work_of(sequence, run.train.precision or default_precision(cluster))
+    rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
+    return Job(model, costs, cluster, run.devices, rows, work, fixed=fixed_fields(run))
+
+
+def fixed_fields(run: RunConfig) -> dict[str, Any]:
+    """The fields of ``strategy`` that a run gives; they are not searched."""
+    given = {name: getattr(run.strategy, name) for name in sorted(run.strategy.model_fields_set)}
+    return {name: value for name, value in given.items() if value is not None and name not in _FREE}
+
+
+def default_precision(cluster: ClusterSpec) -> str:
+    """bf16 where the chip has it, else fp16, else fp32."""
+    return next(name for name in ("bf16", "fp16", "fp32") if name in cluster.chip.peak_flops)
+
+
+def work_of(sequence: int, precision: str) -> Work:
+    """What a token costs in bytes: fp32 masters and AdamW beside weights of the precision of the products."""
+    if precision != "fp32":
+        return Work(sequence, precision)
+    work = Work(sequence, precision, compute_bytes=4.0, weight_bytes=4.0, sent_weight_bytes=4.0)
+    return replace(work, optimizer_bytes=8.0, traffic_bytes=28.0)
+
+
+def save_plan(job: Job, found: Found, path: Path) -> str:
+    """Write the best plan that can be trained with as ``plan.json``; a line that says what was done.
+
+    Raises:
+        ConfigError: the path holds another file, or cannot be written to.
+    """
+    plan = runnable_plan(job, found)
+    if plan is None:
+        return f"{path} not written: no plan that fits can be trained with yet"
+    try:
+        if path.exists():
+            Plan.load(path)
+        plan.save(path)
+    except (PlanError, OSError) as error:
+        rule = f"cannot be written to ({error.strerror})" if isinstance(error, OSError) else "is there, and is no plan"
+        raise ConfigError(f"--output {path}", rule, "Name another file") from None
+    return f"wrote {path}: {plan.strategy}"
+
+
+def runnable_plan(job: Job, found: Found) -> Plan | None:
+    """The best plan that the runtime can execute, as it reads it; None if none was found."""
+    best = next((plan.candidate for plan in found.plans if not plan.not_runnable), None)
+    if best is None:
+        return None
+    return Plan(job.model, best.strategy(), job.rows, device_type(job.cluster))
+
+
+def device_type(cluster: ClusterSpec) -> DeviceType:
+    """What torch calls the devices of a profile."""
+    name = cluster.name
+    return cast(DeviceType, "npu" if name.startswith("ascend") else "cpu" if name.startswith("cpu") else "cuda")

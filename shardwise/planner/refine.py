@@ -1,0 +1,157 @@
+"""One candidate stage by stage: where to cut the model, how many blocks to compute again, and what it then costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+from shardwise.planner.boundaries import Fits, fastest_cut
+from shardwise.planner.compute import amount_bytes, part_passes, total
+from shardwise.planner.cost import estimate
+from shardwise.planner.data import dense_and_expert
+from shardwise.planner.job import Candidate, Job, Planned
+from shardwise.planner.layout import Layout
+from shardwise.planner.memory import _SLACK, rank_memory
+from shardwise.planner.parts import stage_parts
+from shardwise.planner.simulate import short_lists
+from shardwise.spec.block import Amount, PartCosts
+from shardwise.spec.strategy import default_stages
+
+
+def refine(job: Job, candidate: Candidate) -> tuple[Planned | None, float]:
+    """The fastest of the candidate's cuts that fits, and the least bytes that one of its cuts needs."""
+    best: Planned | None = None
+    least = float("inf")
+    tried: set[tuple[int, ...]] = set()
+    for limited in (False, True):
+        for stages in _cuts(job, candidate, limited):
+            if stages in tried:
+                continue
+            tried.add(stages)
+            made, need = _with_recompute(job, replace(candidate, stages=stages))
+            least = min(least, need)
+            if made is None:
+                continue
+            cost = estimate(job.costs, job.cluster, made.layout(job.rows), job.work)
+            if best is None or cost.step_seconds < best.step_seconds:
+                best = Planned(made, cost)
+        if best is not None:
+            break  # cuts that spare memory are looked at only where they are needed
+    return best, least
+
+
+def memory_need(job: Job, candidate: Candidate) -> float:
+    """Bytes of the fullest device."""
+    layout = candidate.layout(job.rows)
+    stages = stage_parts(job.costs, layout)
+    lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
+    return max(
+        sum(rank_memory([stages[s] for s in layout.stages_of(r)], actions, layout, job.work, job.cluster).values())
+        for r, actions in lists.items()
+    )
+
+
+def _with_recompute(job: Job, candidate: Candidate) -> tuple[Candidate | None, float]:
+    """The candidate with as few blocks of a stage computed again as memory allows; None if it does not fit."""
+    given = job.fixed.get("recompute")
+    if isinstance(given, int) and given > 0:
+        candidate = replace(candidate, level="full", recomputed=given)
+        need = memory_need(job, candidate)
+        fits = need <= job.limit_bytes and given <= max(candidate.stages)
+        return (candidate if fits else None), need
+    least = memory_need(job, candidate)
+    if least > job.limit_bytes:
+        return None, least
+    if candidate.level != "full" or given is not None:
+        return candidate, least
+    low, high = 0, max(candidate.stages)  # the smallest number that fits lies in (low, high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = memory_need(job, replace(candidate, recomputed=middle)) <= job.limit_bytes
+        low, high = (low, middle) if fits else (middle, high)
+    if high == max(candidate.stages):
+        return candidate, least
+    return replace(candidate, recomputed=high), least
+
+
+def _cuts(job: Job, candidate: Candidate, limited: bool) -> list[tuple[int, ...]]:
+    given = job.fixed.get("stages")
+    if given:
+        return [tuple(given)]
+    num_blocks, num_stages = job.costs.num_blocks, candidate.pp * candidate.virtual_stages
+    if num_stages == 1:
+        return [(num_blocks,)]
+    layout = replace(candidate, stages=(num_blocks,)).layout(job.rows)
+    seconds, first, last = _times(job, replace(layout, recomputed=()))
+    if not limited:
+        cut = fastest_cut(seconds, first, last, num_stages)
+        return [cut, default_stages(num_blocks, num_stages)] if cut else []
+    if candidate.virtual_stages > 1:
+        return []
+    cut = fastest_cut(seconds, first, last, num_stages, _fits(job, candidate, layout))
+    return [cut] if cut else []
+
+
+def _times(job: Job, layout: Layout) -> tuple[list[float], float, float]:
+    """Seconds of each block for a micro-batch, of all before the first one, of all behind the last one."""
+
+    def of(part: PartCosts, one: Layout) -> float:
+        passes = part_passes(part, one, job.work, job.cluster)
+        return float(total(passes.forward) + total(passes.backward) + total(passes.again))
+
+    plain = replace(layout, recompute="none")
+    kinds = [of(kind, layout) for kind in job.costs.kinds]
+    last = sum(of(part, plain) for part in (job.costs.head, *job.costs.more))
+    return [kinds[kind] for kind in job.costs.order], of(job.costs.embedding, plain), last
+
+
+def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
+    """Whether a stage can hold a range of blocks, from sums over blocks; 1F1B and GPipe."""
+    costs, work, slack = job.costs, job.work, 1 + _SLACK
+
+    def state(part: PartCosts) -> float:
+        parts = [(part, 1, layout.recompute)]
+        held, trained = (dense_and_expert(parts, layout, trainable=flag) for flag in (False, True))
+        shares = (layout.shard, min(layout.shard, layout.expert_data_ranks))
+        terms = ((held, work.weight_bytes, 3), (trained, work.gradient_bytes, 2), (trained, work.optimizer_bytes, 1))
+        return float(
+            sum(
+                size * sum(n / (share if layout.zero >= level else 1) for n, share in zip(both, shares, strict=True))
+                for both, size, level in terms
+            )
+        )
+
+    def saved(part: PartCosts, one: Layout) -> float:
+        return float(amount_bytes(part.saved.get(one.recompute, Amount()), one, work)) * slack
+
+    plain = replace(layout, recompute="none")
+    states = [0.0, *accumulate(state(costs.kinds[kind]) for kind in costs.order)]
+    keeps = [0.0, *accumulate(saved(costs.kinds[kind], layout) for kind in costs.order)]
+    first = (state(costs.embedding), saved(costs.embedding, plain))
+    last = (state(costs.head), saved(costs.head, plain))
+    one_block = replace(candidate, stages=(1,) * (candidate.pp - 1) + (costs.num_blocks - candidate.pp + 1,))
+    # What is there whatever the number of blocks: base, workspace, gathered weights.
+    number = candidate.num_micro_batches(job.rows)
+    rank = _constant(job, one_block)
+
+    def fits(stage: int, start: int, end: int) -> bool:
+        ahead = number if candidate.schedule == "gpipe" else min(candidate.pp - stage, number)
+        need = rank + states[end] - states[start] + ahead * (keeps[end] - keeps[start])
+        if stage == 0:
+            need += first[0] + ahead * first[1]
+        if stage == candidate.pp - 1:
+            need += last[0] + ahead * last[1]
+        return need <= job.limit_bytes
+
+    return fits
+
+
+def _constant(job: Job, candidate: Candidate) -> float:
+    """Bytes of a device that hold neither state nor activations of blocks, the same on each stage."""
+    layout = candidate.layout(job.rows)
+    stages = stage_parts(job.costs, layout)
+    lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
+    middle = min(1, candidate.pp - 1)
+    terms = rank_memory([stages[middle]], lists[middle], layout, job.work, job.cluster)
+    named = {"weights", "gradients", "optimizer", "activations", "logits", "slack"}
+    return sum(size for name, size in terms.items() if name not in named) + _SLACK * terms["workspace"]

@@ -1,0 +1,320 @@
+"""Quick judgement of all candidates at once: a bound on their time, a guess of it, and whether memory can do.
+
+The formulas are those of :mod:`shardwise.planner.cost` over columns of candidates. What needs the stages one by one
+is replaced: times by those of an average stage, the pipeline by its closed form. The search then estimates the best
+of them stage by stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.planner.compute import amount_bytes, part_passes, rank_tokens, total
+from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.job import Job
+from shardwise.planner.layout import Layout
+from shardwise.planner.memory import _BASE_BYTES, _SLACK
+from shardwise.planner.parts import Placed
+from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees
+from shardwise.spec.block import RECOMPUTE_LEVELS, Amount, PartCosts, RecomputeLevel
+
+AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v")
+_BOUND_FIELDS = ("sp", "level", "shard", "reshard", "seconds", "bound", "need")
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Columns of candidates: ``AXES``, ``sp level shard reshard``, and what was found of each.
+
+    ``seconds`` is a guess of the step's time, ``bound`` what it cannot be faster than, ``need`` bytes of the fullest
+    device with blocks shared out as memory wants it.
+    """
+
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.columns["seconds"])
+
+    def where(self, mask: np.ndarray) -> Screened:
+        return Screened({name: column[mask] for name, column in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Of one micro-batch on one rank, by row of the group: of an average block, the embedding, the head."""
+
+    forward: Any
+    backward: Any
+    again: Any
+    first: Any
+    last: Any
+    saved: Any
+    saved_all: Any
+    saved_first: Any
+    saved_last: Any
+    workspace: Any
+
+
+def screen(job: Job, space: Space) -> Screened:
+    """Judge every candidate, with every way to share out weights, recompute, and sequence parallelism."""
+    parts: list[Columns] = []
+    for tp in np.unique(space.columns["tp"]):
+        rows = {name: column[space.columns["tp"] == tp] for name, column in space.columns.items()}
+        expanded = _with_shards(job, rows, int(tp))
+        for sequence_parallel in sequence_choices(job):
+            if (sequence_parallel and tp == 1) or not _can(job, int(tp), sequence_parallel):
+                continue
+            for level in levels(job):
+                group = Layout(tp=int(tp), sequence_parallel=sequence_parallel, recompute=level)  # type: ignore[arg-type]
+                parts += _judge(job, group, expanded)
+    names = (*AXES, *_BOUND_FIELDS)
+    if not parts:
+        return Screened({name: np.zeros(0) for name in names})
+    return Screened({name: np.concatenate([part[name] for part in parts]) for name in names})
+
+
+def _can(job: Job, tp: int, sequence_parallel: bool) -> bool:
+    parts = (*job.costs.kinds, job.costs.embedding, job.costs.head)
+    return not sequence_parallel or all(part.degree(tp).sequence is not None for part in parts)
+
+
+def _with_shards(job: Job, rows: Columns, tp: int) -> Columns:
+    """Every row with each way to share out weights over its data ranks."""
+    key = rows["dp"] * 1_000_000 + rows["cp"]
+    found: list[Columns] = []
+    for value in np.unique(key):
+        same = np.flatnonzero(key == value)
+        dp, cp = int(value) // 1_000_000, int(value) % 1_000_000
+        for shard, reshard in shard_degrees(job, dp, tp * cp):
+            more = {"shard": np.full(len(same), shard), "reshard": np.full(len(same), reshard)}
+            found.append({name: column[same] for name, column in rows.items()} | more)
+    names = (*AXES, "shard", "reshard")
+    if not found:
+        return {name: np.zeros(0, dtype=np.int64) for name in names}
+    return {name: np.concatenate([part[name] for part in found]) for name in names}
+
+
+def _judge(job: Job, group: Layout, rows: Columns) -> list[Columns]:
+    """The rows under one (tensor degree, sequence parallel, recompute), by what their data ranks share out."""
+    judged = []
+    for zero in (0, 1, 3):
+        wanted = np.where(rows["shard"] == 1, 0, np.where(rows["reshard"], 3, 1)) == zero
+        if not wanted.any():
+            continue
+        some = {name: column[wanted] for name, column in rows.items()}
+        layout = replace(
+            group,
+            zero=zero,
+            cp=some["cp"],
+            ep=some["ep"],
+            dp=some["dp"],
+            shard=some["shard"] * some["cp"] if zero else 1,
+            micro_batch=some["m"],
+        )
+        judged.append(_judge_rows(job, layout, some))
+    return judged
+
+
+def _judge_rows(job: Job, layout: Layout, rows: Columns) -> Columns:
+    rates = _rates(job, layout, rows)
+    number = job.rows // (rows["dp"] * rows["m"])
+    need, share = _memory(job, layout, rows, rates, number)
+    again = rates.again * share
+    blocks = job.costs.num_blocks / rows["pp"]
+    free = rates.forward + rates.backward
+    bound = number * np.maximum((blocks * free + (rates.first + rates.last) / rows["pp"]), free + rates.last)
+    forward, backward = rates.forward, rates.backward + again
+    held = _average_parts(job, layout, rows)
+    sums: Any = 0.0
+    if layout.zero == 3:
+        for placed in held:
+            gathers, both = sharded_terms((placed[0], 1, placed[2]), layout, job.work, job.cluster)
+            part = placed[1] / blocks
+            forward = forward + part * exposed(gathers, rates.forward, job.work.overlap_data)
+            backward = backward + part * exposed(both, rates.backward + again, job.work.overlap_data)
+    else:
+        sent, gathered = data_seconds(held, layout, job.work, job.cluster)
+        sums = exposed(sent, blocks * backward, job.work.overlap_data)
+        sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
+    block = forward + backward
+    everything = job.costs.num_blocks * block + rates.first + rates.last
+    slowest = _slowest_stage(job, rows, block, rates)
+    hop = _hop_seconds(job, layout, rows) * (rows["pp"] > 1)
+    fill = (everything - slowest) * (rows["pp"] - 1) / rows["pp"] / rows["v"] + 2 * (rows["pp"] - 1) * hop
+    fill = np.where(rows["v"] > 1, (rows["pp"] - 1) * everything / rows["pp"] / rows["v"] + 2 * rows["pp"] * hop, fill)
+    # Wrapped: fewer passes wait for each other where a rank has several stages.
+    seconds = number * slowest + fill + sums + optimizer_seconds(held, layout, job.work, job.cluster)
+    width = len(rows["tp"])
+    found = {
+        "sp": np.full(width, layout.sequence_parallel),
+        "level": np.full(width, RECOMPUTE_LEVELS.index(layout.recompute)),
+        "seconds": seconds,
+        "bound": bound,
+        "need": need,
+    }
+    # Full recompute of no block is another spelling of none.
+    same = share > 0 if layout.recompute == "full" and "recompute" not in job.fixed else np.ones(width, dtype=bool)
+    return {name: column[same] for name, column in (rows | found).items()}
+
+
+def _rates(job: Job, layout: Layout, rows: Columns) -> _Rates:
+    """Computed once for each (cp, ep, rows of a micro-batch) and handed out to the rows."""
+    key = (rows["cp"] * 65536 + rows["ep"]) * 65536 + rows["m"]
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    few = replace(layout, cp=rows["cp"][first], ep=rows["ep"][first], micro_batch=rows["m"][first], dp=1, shard=1)
+    values = _few_rates(job, few, len(first))
+    return _Rates(**{name: getattr(values, name)[inverse] for name in values.__dataclass_fields__})
+
+
+def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
+    costs, work = job.costs, job.work
+    plain = replace(layout, recompute="none")
+    sums: dict[str, Any] = dict.fromkeys(("forward", "backward", "again", "saved", "saved_all", "workspace"), 0.0)
+    for kind, times in _kinds(job):
+        share = times / costs.num_blocks
+        passes = part_passes(kind, layout, work, job.cluster)
+        for name in ("forward", "backward", "again"):
+            sums[name] = sums[name] + share * total(getattr(passes, name))
+        kept = _kept(kind, layout, job, layout.recompute)
+        everything = _kept(kind, layout, job, "none")
+        sums["saved"] = sums["saved"] + share * kept
+        sums["saved_all"] = sums["saved_all"] + share * everything
+        sums["workspace"] = np.maximum(sums["workspace"], everything - kept + 0.5 * everything)
+    ends: list[Any] = []
+    for parts in ((costs.embedding,), (costs.head, *costs.more)):
+        passes_of = [part_passes(part, plain, work, job.cluster) for part in parts]
+        ends.append(sum(total(one.forward) + total(one.backward) for one in passes_of))
+    saved = [_kept(part, layout, job, "none") for part in (costs.embedding, costs.head)]
+    more = sum((_kept(part, layout, job, "none") for part in costs.more), start=0.0)
+    values = sums | {"first": ends[0], "last": ends[1], "saved_first": saved[0], "saved_last": saved[1] + more}
+    return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
+
+
+def _kinds(job: Job) -> list[tuple[PartCosts, int]]:
+    return [(job.costs.kinds[kind], times) for kind, times in sorted(Counter(job.costs.order).items())]
+
+
+def _kept(part: PartCosts, layout: Layout, job: Job, level: RecomputeLevel) -> Any:
+    return amount_bytes(part.saved.get(level, Amount()), layout, job.work)
+
+
+def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
+    """What a rank in the middle holds, in shares of parts, and the embedding's share."""
+    parts: list[Any] = [(kind, times / rows["pp"], layout.recompute) for kind, times in _kinds(job)]
+    return [*parts, (job.costs.embedding, 1.0 / rows["pp"], "none"), (job.costs.head, 1.0 / rows["pp"], "none")]
+
+
+def _state_bytes(job: Job, layout: Layout, parts: list[Placed]) -> Any:
+    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.memory` counts them."""
+    work = job.work
+    held = dense_and_expert(parts, layout, trainable=False)
+    trained = dense_and_expert(parts, layout, trainable=True)
+    shares = (layout.shard, np.minimum(layout.shard, layout.expert_data_ranks))
+    seen: Any = 0.0
+    for amounts, size, level in (
+        (held, work.weight_bytes, 3),
+        (trained, work.gradient_bytes, 2),
+        (trained, work.optimizer_bytes, 1),
+    ):
+        shared = layout.zero >= level
+        seen = seen + sum(a / (share if shared else 1) for a, share in zip(amounts, shares, strict=True)) * size
+    return seen
+
+
+def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.ndarray) -> tuple[Any, Any]:
+    """Bytes of the fullest rank, and the share of blocks that must be recomputed to stay below the limit (1: all).
+
+    Blocks are taken as evenly shared out; the first rank holds the most micro-batches, the last one the logits.
+    """
+    pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
+    blocks = num_blocks / pp
+    state = sum(times * _state_bytes(job, layout, [(kind, 1, "none")]) for kind, times in _kinds(job)) / num_blocks
+    ends = [_state_bytes(job, layout, [(part, 1, "none")]) for part in (job.costs.embedding, job.costs.head)]
+    if job.costs.more:
+        ends[1] = ends[1] + _state_bytes(job, layout, [(part, 1, "none") for part in job.costs.more])
+    first_round = -(-number // np.maximum(number // pp, 1))
+    chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
+    inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
+    slack = 1 + _SLACK
+    gathered: Any = 0.0
+    if layout.zero == 3:
+        sizes = [
+            sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False))
+            for kind in (*job.costs.kinds, job.costs.embedding, job.costs.head)
+        ]
+        largest: Any = sizes[0]
+        for size in sizes[1:]:
+            largest = np.maximum(largest, size)
+        gathered = largest * (2 * job.work.sent_weight_bytes + job.work.sent_gradient_bytes)
+    base = _BASE_BYTES + gathered + rates.workspace * slack
+    first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
+    first = first + np.where(pp == 1, rates.saved_last * slack, 0.0)
+    last = base + ends[1] + rates.saved_last * slack
+    per_block = state + inflight * rates.saved * slack
+    last_block = state + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1) * rates.saved * slack
+    # Whole blocks can move from the first ranks, which hold most, to later ones: an average rank's load decides.
+    average = state + (inflight + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1)) / 2 * rates.saved * slack
+    need = np.maximum(base + blocks * average, np.maximum(first + per_block, last + last_block))
+    if layout.recompute != "full":
+        return need, np.ones(len(pp)) if layout.recompute != "none" else np.zeros(len(pp))
+    gain = blocks * inflight * (rates.saved_all - rates.saved) * slack
+    spare = job.limit_bytes - first - blocks * per_block
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(gain > 0, np.clip(1 - spare / gain, 0, 1), 0.0)
+    if isinstance(job.fixed.get("recompute"), int):
+        share = np.minimum(job.fixed["recompute"] / np.maximum(blocks / v, 1), 1.0)
+    elif job.fixed.get("recompute") == "full":
+        share = np.ones(len(pp))
+    return need, share
+
+
+def _slowest_stage(job: Job, rows: Columns, block: Any, rates: _Rates) -> Any:
+    """Seconds of the slowest rank for a micro-batch, with whole blocks in a stage."""
+    pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
+    even = (num_blocks * block + rates.first + rates.last) / pp
+    least = np.maximum(even, np.maximum(rates.last, rates.first) + np.where(pp > 1, block, 0.0))
+    # Whole blocks: of all bounds that a number of blocks makes, the first under which every block finds a place.
+    blocks = -(-num_blocks // pp)
+    found = blocks * block + np.where(pp == 1, rates.first + rates.last, np.maximum(rates.first, rates.last))
+    for fewer in (0, 1, 2, 3):
+        for extra in (0.0, rates.first, rates.last):
+            most = np.maximum((blocks - fewer) * block + extra, least) * (1 + 1e-9)
+            places = np.floor((most - rates.first) / block) + np.floor((most - rates.last) / block)
+            places = places + (pp - 2) * np.floor(most / block)
+            found = np.where((pp > 1) & (places >= num_blocks) & (most < found), most, found)
+    return np.where(v > 1, np.maximum(even, least), found)
+
+
+def _hop_seconds(job: Job, layout: Layout, rows: Columns) -> Any:
+    size = rank_tokens(layout, job.work) * job.costs.hidden_size * job.work.compute_bytes
+    size = size / (layout.tp if layout.sequence_parallel else 1)
+    stride = layout.tp * rows["cp"] * rows["dp"]
+    seconds: Any = np.zeros(len(stride))
+    for link in reversed(job.cluster.links):
+        within = stride < link.devices if link.devices else np.ones(len(stride), dtype=bool)
+        bandwidth = (link.pair_bandwidth or link.bandwidth) * link.efficiency
+        seconds = np.where(within, link.latency + size / bandwidth, seconds)
+    return seconds
+
+
+def least_device_seconds(job: Job, columns: Columns) -> float:
+    """Device-seconds of a row that no candidate, on any number of devices, can be below.
+
+    Args:
+        columns: ``tp cp ep m`` in every combination that occurs.
+    """
+    least = float("inf")
+    for tp in np.unique(columns["tp"]):
+        rows = {name: column[columns["tp"] == tp] for name, column in columns.items()}
+        for sequence_parallel in sequence_choices(job):
+            if (sequence_parallel and tp == 1) or not _can(job, int(tp), sequence_parallel):
+                continue
+            layout = Layout(int(tp), cp=rows["cp"], ep=rows["ep"], micro_batch=rows["m"])
+            rates = _few_rates(job, replace(layout, sequence_parallel=sequence_parallel), len(rows["cp"]))
+            seconds = job.costs.num_blocks * (rates.forward + rates.backward) + rates.first + rates.last
+            least = min(least, float((seconds * tp * rows["cp"] / rows["m"]).min()))
+    return least
