@@ -32,7 +32,9 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str]) -> Job:
     """
     run = parse_run(translate(tree)[0], planned=True)
     if run.cluster is None:
-        raise ConfigError("--cluster", "missing: a plan is for devices of a kind", "Give --cluster NAME, such as a100-80gb")
+        raise ConfigError(
+            "--cluster", "missing: a plan is for devices of a kind", "Give --cluster NAME, such as a100-80gb"
+        )
     if run.devices is None:
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
     source = run.model

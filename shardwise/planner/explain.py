@@ -81,7 +81,9 @@ def why(job: Job, found: Found) -> list[str]:
         sentences.append(words)
     gap = 1 - found.bound_seconds / first.step_seconds
     if gap > _SMALL:
-        sentences.append(f"no other legal split can take less than {found.bound_seconds:.3g} s, {gap:.0%} below the first")
+        sentences.append(
+            f"no other legal split can take less than {found.bound_seconds:.3g} s, {gap:.0%} below the first"
+        )
     return sentences
 
 
@@ -143,7 +145,11 @@ def describe(candidate: Candidate) -> str:
 def batch_equation(job: Job, candidate: Candidate) -> str:
     """``global batch 64 rows = 8 data ranks x 2 rows x 4 micro-batches``."""
     number = candidate.num_micro_batches(job.rows)
-    factors = [(candidate.dp, "data rank", "s"), (candidate.micro_batch_size, "row", "s"), (number, "micro-batch", "es")]
+    factors = [
+        (candidate.dp, "data rank", "s"),
+        (candidate.micro_batch_size, "row", "s"),
+        (number, "micro-batch", "es"),
+    ]
     shown = " x ".join(f"{count} {noun}{'' if count == 1 else plural}" for count, noun, plural in factors)
     return f"global batch {job.rows} row{'' if job.rows == 1 else 's'} = {shown}"
 
@@ -162,8 +168,8 @@ def placement(job: Job, candidate: Candidate) -> list[str]:
         if size > 1:
             span = stride * size
             link = next(link for link in job.cluster.links if not link.devices or span <= link.devices)
-            step = f", every {stride}." if stride > 1 else ""
-            lines.append(f"{axis} {size}: groups within {span} neighbouring devices{step} over {link.name}".replace(".", ""))
+            which = f"{size} neighbours" if stride == 1 else f"{size} devices, {stride} apart"
+            lines.append(f"{axis} {size}: groups of {which}, over {link.name}")
         stride *= size
     nodes = -(-candidate.devices // job.cluster.devices_per_node)
     lines.append(f"{candidate.devices} devices on {nodes} node{'' if nodes == 1 else 's'}")

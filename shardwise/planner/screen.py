@@ -19,7 +19,7 @@ from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
 from shardwise.planner.memory import _BASE_BYTES, _SLACK
 from shardwise.planner.parts import Placed
-from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees
+from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_virtual_stages
 from shardwise.spec.block import RECOMPUTE_LEVELS, Amount, PartCosts, RecomputeLevel
 
 AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v")
@@ -59,22 +59,54 @@ class _Rates:
     workspace: Any
 
 
-def screen(job: Job, space: Space) -> Screened:
-    """Judge every candidate, with every way to share out weights, recompute, and sequence parallelism."""
-    parts: list[Columns] = []
+@dataclass
+class Group:
+    """Rows of one tensor degree, with or without sequence parallel, at one recompute level, by their bounds.
+
+    ``rates`` are those of ``cells``, the (cp, ep, rows of a micro-batch) that occur; ``cell`` says which is a row's.
+    """
+
+    layout: Layout
+    columns: Columns
+    rates: _Rates
+
+    def __len__(self) -> int:
+        return len(self.columns["bound"])
+
+
+def groups_of(job: Job, space: Space) -> list[Group]:
+    """All rows of a space with a bound on their time, the lowest first."""
+    groups = []
     for tp in np.unique(space.columns["tp"]):
         rows = {name: column[space.columns["tp"] == tp] for name, column in space.columns.items()}
-        expanded = _with_shards(job, rows, int(tp))
+        key = (rows["cp"] * 65536 + rows["ep"]) * 65536 + rows["m"]
+        _, first, cell = np.unique(key, return_index=True, return_inverse=True)
+        number = job.rows // (rows["dp"] * rows["m"])
         for sequence_parallel in sequence_choices(job):
             if (sequence_parallel and tp == 1) or not _can(job, int(tp), sequence_parallel):
                 continue
             for level in levels(job):
-                group = Layout(tp=int(tp), sequence_parallel=sequence_parallel, recompute=level)  # type: ignore[arg-type]
-                parts += _judge(job, group, expanded)
+                layout = Layout(int(tp), sequence_parallel=sequence_parallel, recompute=level)  # type: ignore[arg-type]
+                few = replace(layout, cp=rows["cp"][first], ep=rows["ep"][first], micro_batch=rows["m"][first])
+                rates = _few_rates(job, few, len(first))
+                free, ends = rates.forward + rates.backward, rates.first + rates.last
+                middle = (job.costs.num_blocks * free + ends)[cell] / rows["pp"]
+                bound = number * np.maximum(middle, (free + rates.last)[cell])
+                order = np.argsort(bound, kind="stable")
+                more = {"cell": cell, "number": number, "bound": bound}
+                columns = {name: column[order] for name, column in (rows | more).items()}
+                groups.append(Group(layout, columns, rates))
+    return groups
+
+
+def judge(job: Job, group: Group, columns: Columns) -> tuple[Screened, Space]:
+    """Judge some rows of a group with every number of virtual stages and every way to share out weights."""
+    space = with_virtual_stages(job, columns)
+    parts = _judge(job, group, _with_shards(job, space.columns, group.layout.tp)) if len(space) else []
     names = (*AXES, *_BOUND_FIELDS)
     if not parts:
-        return Screened({name: np.zeros(0) for name in names})
-    return Screened({name: np.concatenate([part[name] for part in parts]) for name in names})
+        return Screened({name: np.zeros(0) for name in names}), space
+    return Screened({name: np.concatenate([part[name] for part in parts]) for name in names}), space
 
 
 def _can(job: Job, tp: int, sequence_parallel: bool) -> bool:
@@ -92,14 +124,14 @@ def _with_shards(job: Job, rows: Columns, tp: int) -> Columns:
         for shard, reshard in shard_degrees(job, dp, tp * cp):
             more = {"shard": np.full(len(same), shard), "reshard": np.full(len(same), reshard)}
             found.append({name: column[same] for name, column in rows.items()} | more)
-    names = (*AXES, "shard", "reshard")
+    names = (*rows, "shard", "reshard")
     if not found:
         return {name: np.zeros(0, dtype=np.int64) for name in names}
     return {name: np.concatenate([part[name] for part in found]) for name in names}
 
 
-def _judge(job: Job, group: Layout, rows: Columns) -> list[Columns]:
-    """The rows under one (tensor degree, sequence parallel, recompute), by what their data ranks share out."""
+def _judge(job: Job, group: Group, rows: Columns) -> list[Columns]:
+    """The rows of a group, by what their data ranks share out."""
     judged = []
     for zero in (0, 1, 3):
         wanted = np.where(rows["shard"] == 1, 0, np.where(rows["reshard"], 3, 1)) == zero
@@ -107,7 +139,7 @@ def _judge(job: Job, group: Layout, rows: Columns) -> list[Columns]:
             continue
         some = {name: column[wanted] for name, column in rows.items()}
         layout = replace(
-            group,
+            group.layout,
             zero=zero,
             cp=some["cp"],
             ep=some["ep"],
@@ -115,18 +147,16 @@ def _judge(job: Job, group: Layout, rows: Columns) -> list[Columns]:
             shard=some["shard"] * some["cp"] if zero else 1,
             micro_batch=some["m"],
         )
-        judged.append(_judge_rows(job, layout, some))
+        judged.append(_judge_rows(job, layout, some, group.rates))
     return judged
 
 
-def _judge_rows(job: Job, layout: Layout, rows: Columns) -> Columns:
-    rates = _rates(job, layout, rows)
-    number = job.rows // (rows["dp"] * rows["m"])
+def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Columns:
+    rates = _Rates(**{name: getattr(of_cells, name)[rows["cell"]] for name in of_cells.__dataclass_fields__})
+    number = rows["number"]
     need, share = _memory(job, layout, rows, rates, number)
     again = rates.again * share
     blocks = job.costs.num_blocks / rows["pp"]
-    free = rates.forward + rates.backward
-    bound = number * np.maximum((blocks * free + (rates.first + rates.last) / rows["pp"]), free + rates.last)
     forward, backward = rates.forward, rates.backward + again
     held = _average_parts(job, layout, rows)
     sums: Any = 0.0
@@ -153,21 +183,11 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns) -> Columns:
         "sp": np.full(width, layout.sequence_parallel),
         "level": np.full(width, RECOMPUTE_LEVELS.index(layout.recompute)),
         "seconds": seconds,
-        "bound": bound,
         "need": need,
     }
     # Full recompute of no block is another spelling of none.
     same = share > 0 if layout.recompute == "full" and "recompute" not in job.fixed else np.ones(width, dtype=bool)
     return {name: column[same] for name, column in (rows | found).items()}
-
-
-def _rates(job: Job, layout: Layout, rows: Columns) -> _Rates:
-    """Computed once for each (cp, ep, rows of a micro-batch) and handed out to the rows."""
-    key = (rows["cp"] * 65536 + rows["ep"]) * 65536 + rows["m"]
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    few = replace(layout, cp=rows["cp"][first], ep=rows["ep"][first], micro_batch=rows["m"][first], dp=1, shard=1)
-    values = _few_rates(job, few, len(first))
-    return _Rates(**{name: getattr(values, name)[inverse] for name in values.__dataclass_fields__})
 
 
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import numpy as np
 
-from shardwise.errors import ConfigError, PlanError
-from shardwise.planner.job import Candidate, Found, Job, Planned, Rejection, without
+from shardwise.errors import PlanError
+from shardwise.planner.job import Found, Job, Planned, without
 from shardwise.planner.refine import refine
-from shardwise.planner.screen import Screened, least_device_seconds, screen
-from shardwise.planner.space import Columns, Space, enumerate_space
-from shardwise.spec.block import RECOMPUTE_LEVELS
-from shardwise.spec.rules import parse_run
+from shardwise.planner.screen import least_device_seconds
+from shardwise.planner.space import Columns, enumerate_space
+from shardwise.planner.sweep import REFINED, Sweep, candidate_of, not_runnable
 from shardwise.units import format_bytes
 
-_REFINED = 32  # candidates that are looked at stage by stage, at least
 _MOST_REFINED = 160
 _NEAR = 1.02  # and further ones whose guess is as near to the best as this
 _GROWTH = (2, 4, 8, 16, 32, 64)
@@ -33,20 +28,14 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
         PlanError: nothing fits, or a given field is illegal; the message names the least need and a change that fits.
     """
     plans: list[Planned] = []
-    rejected: dict[tuple[str, str], Rejection] = {}
-    considered = refined = 0
-    bound, need = float("inf"), float("inf")
+    sweep = Sweep(job, only_runnable)
+    refined, bound = 0, float("inf")
     most = job.devices
     per_row: float | None = None
     while most >= 1:
         space = enumerate_space(job, most // 2, most)
-        screened = _runnable(screen(job, space)) if only_runnable else screen(job, space)
-        fits = screened.columns["need"] <= job.limit_bytes
-        _count_memory(space, screened, fits, job)
-        _merge(rejected, space)
-        considered += len(screened)
-        need = min(need, float(screened.columns["need"].min(initial=np.inf)))
-        found, looked_at, least = _refine_best(job, screened.where(fits), top)
+        sweep.run(space)
+        found, looked_at, least = _refine_best(job, sweep, top)
         plans, refined = _best(plans + found, top), refined + looked_at
         bound = min(bound, least)
         most //= 2
@@ -57,40 +46,9 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
             if len(space) and job.rows * per_row / most >= plans[0].step_seconds:
                 break
     if not plans:
-        raise _no_plan(job, rejected, need, only_runnable)
-    return Found(tuple(plans), tuple(rejected.values()), considered, refined, min(bound, plans[0].step_seconds))
-
-
-@cache
-def unavailable() -> dict[str, str]:
-    """Parts of a plan that the runtime has not yet, by the rules that training itself refuses them by."""
-    probes: dict[str, dict[str, Any]] = {"cp": {"cp": 2}, "ep": {"ep": 2}, "selective": {"recompute": "selective"}}
-    missing = {}
-    for name, strategy in probes.items():
-        try:
-            parse_run({"model": "any", "strategy": strategy})
-        except ConfigError as error:
-            missing[name] = f"{error.value}: {error.rule}"
-    return missing
-
-
-def not_runnable(candidate: Candidate) -> str:
-    """Which part of a candidate the runtime has not yet; empty if it can be trained with."""
-    used = {"cp": candidate.cp > 1, "ep": candidate.ep > 1, "selective": candidate.level == "selective"}
-    parts = [name for name in unavailable() if used[name]]
-    words = {"cp": f"cp {candidate.cp}", "ep": f"ep {candidate.ep}", "selective": "recompute selective"}
-    return ", ".join(words[name] for name in parts)
-
-
-def _runnable(screened: Screened) -> Screened:
-    columns, missing = screened.columns, unavailable()
-    mask = np.ones(len(screened), dtype=bool)
-    for name in ("cp", "ep"):
-        if name in missing:
-            mask &= columns[name] == 1
-    if "selective" in missing:
-        mask &= columns["level"] != RECOMPUTE_LEVELS.index("selective")
-    return screened.where(mask)
+        raise _no_plan(job, sweep)
+    rejected = tuple(sweep.rejected.values())
+    return Found(tuple(plans), rejected, sweep.considered, refined, min(bound, plans[0].step_seconds))
 
 
 def _cells(columns: Columns) -> Columns:
@@ -100,63 +58,31 @@ def _cells(columns: Columns) -> Columns:
     return {name: grid.ravel() for name, grid in zip(("tp", "cp", "ep", "m"), grids, strict=True)}
 
 
-def _refine_best(job: Job, screened: Screened, top: int) -> tuple[list[Planned], int, float]:
+def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, float]:
     """Plans made of the candidates with the best guesses, how many were looked at, and a bound on all others."""
+    columns = sweep.pool.columns
     done: set[int] = set()
     plans: list[Planned] = []
-    for some in (np.arange(len(screened)), np.flatnonzero(_runnable_mask(screened))):
-        order = some[np.argsort(screened.columns["seconds"][some], kind="stable")]
+    for some in (np.arange(len(sweep.pool)), np.flatnonzero(sweep.runnable(columns))):
+        order = some[np.argsort(columns["seconds"][some], kind="stable")]
         own: list[Planned] = []
-        looked_at = 0
-        for index in _in_order(order):
-            guess = float(screened.columns["seconds"][index])
+        for looked_at, index in enumerate(order.tolist()):
+            guess = float(columns["seconds"][index])
             near = not own or guess < _NEAR * min(plan.step_seconds for plan in own)
-            if (looked_at >= _REFINED and len(own) >= top and not near) or looked_at >= _MOST_REFINED:
+            if (looked_at >= REFINED and len(own) >= min(top, REFINED) and not near) or looked_at >= _MOST_REFINED:
                 break
-            looked_at += 1
             if index in done:
                 continue
             done.add(index)
-            candidate = _candidate(job, screened.columns, index)
-            plan, _ = refine(job, candidate)
+            plan, _ = refine(job, candidate_of(job, columns, index))
             if plan is not None:
                 own.append(replace(plan, not_runnable=not_runnable(plan.candidate)))
         plans += own
-    left = np.ones(len(screened), dtype=bool)
+    left = np.ones(len(sweep.pool), dtype=bool)
     left[list(done)] = False
-    return plans, len(done), float(screened.columns["bound"][left].min(initial=np.inf))
-
-
-def _in_order(order: np.ndarray) -> Iterator[int]:
-    yield from (int(index) for index in order)
-
-
-def _runnable_mask(screened: Screened) -> np.ndarray:
-    numbered = Screened({**screened.columns, "index": np.arange(len(screened))})
-    mask = np.zeros(len(screened), dtype=bool)
-    mask[_runnable(numbered).columns["index"]] = True
-    return mask
-
-
-def _candidate(job: Job, columns: Columns, index: int) -> Candidate:
-    row = {name: column[index].item() for name, column in columns.items()}
-    shard = int(row["shard"])
-    virtual = int(row["v"])
-    given = job.fixed.get("schedule")
-    return Candidate(
-        tp=int(row["tp"]),
-        pp=int(row["pp"]),
-        dp_replicate=int(row["dp"]) // shard,
-        dp_shard=shard,
-        cp=int(row["cp"]),
-        ep=int(row["ep"]),
-        reshard=bool(row["reshard"]),
-        sequence_parallel=bool(row["sp"]),
-        micro_batch_size=int(row["m"]),
-        schedule="interleaved" if virtual > 1 else given or "1f1b",
-        virtual_stages=virtual,
-        level=RECOMPUTE_LEVELS[int(row["level"])],
-    )
+    bound = min(float(columns["bound"][left].min(initial=np.inf)), sweep.bound)
+    sweep.forget()
+    return plans, len(done), bound
 
 
 def _best(plans: list[Planned], top: int) -> list[Planned]:
@@ -168,28 +94,14 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     return kept if runnable is None or runnable in kept else [*kept, runnable]
 
 
-def _count_memory(space: Space, screened: Screened, fits: np.ndarray, job: Job) -> None:
-    out = np.flatnonzero(~fits)
-    if len(out):
-        least = out[np.argmin(screened.columns["need"][out])]
-        example = _candidate(job, screened.columns, int(least)).fields()
-        detail = f"above {format_bytes(job.limit_bytes)} of a device; the nearest needs "
-        detail += format_bytes(float(screened.columns["need"][least]))
-        space.reject("memory", detail, len(out), example)
-
-
-def _merge(rejected: dict[tuple[str, str], Rejection], space: Space) -> None:
-    for key, one in space.rejected.items():
-        known = rejected.get(key)
-        rejected[key] = replace(one, number=one.number + (known.number if known else 0))
-
-
-def _no_plan(job: Job, rejected: dict[tuple[str, str], Rejection], need: float, only_runnable: bool) -> PlanError:
+def _no_plan(job: Job, sweep: Sweep) -> PlanError:
     """The least need of any candidate, and the cheapest change under which one fits."""
     given = ", ".join(f"{name} = {value}" for name, value in job.fixed.items())
     value = f"{job.costs.name} on {job.devices} {job.cluster.name}" + (f" with {given}" if given else "")
+    need = sweep.need
     if not np.isfinite(need):
-        rules = "; ".join(f"{one.rule}: {one.detail}" if one.detail else one.rule for one in rejected.values())
+        reasons = sweep.rejected.values()
+        rules = "; ".join(f"{one.rule}: {one.detail}" if one.detail else one.rule for one in reasons)
         rule = f"no split is legal ({rules})"
     else:
         has = format_bytes(job.limit_bytes)
@@ -212,10 +124,10 @@ def _cheapest_change(job: Job, need: float) -> str:
 
 def _fits_somewhere(job: Job) -> bool:
     try:
-        space = enumerate_space(job, job.devices // 2, job.devices)
+        sweep = Sweep(job, only_runnable=False)
+        sweep.run(enumerate_space(job, job.devices // 2, job.devices))
     except PlanError:
         return False
-    screened = screen(job, space)
-    good = screened.where(screened.columns["need"] <= job.limit_bytes)
-    order = np.argsort(good.columns["need"])[:8]
-    return any(refine(job, _candidate(job, good.columns, int(index)))[0] is not None for index in order)
+    columns = sweep.pool.columns
+    order = np.argsort(columns["need"])[:8]
+    return any(refine(job, candidate_of(job, columns, int(index)))[0] is not None for index in order)

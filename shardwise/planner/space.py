@@ -27,7 +27,7 @@ Columns = dict[str, np.ndarray]
 
 @dataclass
 class Space:
-    """Columns of candidates ``tp cp pp dp m ep v``, and counts of what rules left out."""
+    """Columns of candidates, and counts of what rules left out."""
 
     columns: Columns
     rejected: dict[tuple[str, str], Rejection] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Space:
 
 
 def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
-    """All candidates on more than ``least_devices`` and at most ``most_devices`` devices.
+    """Columns ``tp cp pp dp m ep`` of all candidates on more than ``least_devices``, at most ``most_devices`` devices.
 
     Raises:
         PlanError: a given field that no candidate can have.
@@ -89,6 +89,13 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     space.cross("ep", _expert_degrees(job))
     c = space.columns
     space.keep(c["dp"] * c["cp"] % c["ep"] == 0, "expert degree", "does not divide dp x cp")
+    return space
+
+
+def with_virtual_stages(job: Job, columns: Columns) -> Space:
+    """The rows with every number of stages that a pipeline rank may have."""
+    space = Space(columns)
+    num_blocks = job.costs.num_blocks
     space.cross("v", _virtual_stages(job))
     c = space.columns
     _silently(space, (c["v"] == 1) | (c["pp"] > 1))
@@ -214,7 +221,9 @@ def _expert_degrees(job: Job) -> list[int]:
         return divisors(experts) if experts else [1]
     if given > 1 and (not experts or experts % given):
         rule = f"does not divide the {experts} experts of a block" if experts else "the model has no experts"
-        raise PlanError(f"ep = {given}", rule, f"Use one of {', '.join(map(str, divisors(experts)))}" if experts else "")
+        raise PlanError(
+            f"ep = {given}", rule, f"Use one of {', '.join(map(str, divisors(experts)))}" if experts else ""
+        )
     return [given]
 
 
@@ -225,5 +234,3 @@ def _virtual_stages(job: Job) -> list[int]:
     if schedule == "interleaved":
         return list(range(2, MOST_VIRTUAL + 1))
     return [1] if schedule is not None else list(range(1, MOST_VIRTUAL + 1))
-
-
