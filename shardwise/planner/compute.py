@@ -152,7 +152,9 @@ def _attention(attention: Attention | None, layout: Layout, work: Work, cluster:
         return 0.0
     tokens, heads = rank_tokens(layout, work), attention.heads / layout.tp
     widths = attention.qk_dim + attention.v_dim
-    chip, peak = cluster.chip, cluster.peak(work.precision)
+    # Products in eight or four bits leave attention in sixteen.
+    precision = "bf16" if work.precision in ("fp8", "fp4") else work.precision
+    chip, peak = cluster.chip, cluster.peak(precision)
     if attention.kernel == "linear":
         flops = 2.0 * tokens * heads * attention.qk_dim * attention.v_dim * 2
         return flops / (peak * chip.attention_efficiency) * (2 if backward else 1)
