@@ -15,7 +15,7 @@ from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
 from shardwise.planner.layout import Layout
 from shardwise.planner.space import Array, Group, Job, Rejected, groups, tensor_degrees
-from shardwise.spec.block import PartCosts
+from shardwise.spec.block import PartCosts, RecomputeLevel
 from shardwise.units import format_bytes
 
 _SIMULATED = 48  # best candidates by formula that are simulated
@@ -103,8 +103,9 @@ def _judge(group: Group, job: Job) -> _Judged:
 def _part_seconds(part: PartCosts, layout: Layout, group: Group, job: Job) -> Any:
     """Forward, backward and what is computed again, for one micro-batch."""
     level = group.level if part in job.costs.kinds else "none"
-    passes = part_passes(part, replace(layout, recompute=level), job.work, job.cluster)
-    forward, backward = total(passes.forward), total(passes.backward) + total(passes.again)
+    passes = part_passes(part, replace(group.kinds_layout(), recompute=level), job.work, job.cluster)
+    forward = _each(group, total(passes.forward))
+    backward = _each(group, total(passes.backward) + total(passes.again))
     if group.zero == 3:
         gather, both = sharded_terms((part, 1, level), layout, job.work, job.cluster)
         forward = forward + exposed(gather, forward, job.work.overlap_data)
@@ -112,16 +113,27 @@ def _part_seconds(part: PartCosts, layout: Layout, group: Group, job: Job) -> An
     return forward + backward
 
 
+def _each(group: Group, of_kinds: Any) -> Array:
+    """A value of each kind of candidate, for every candidate."""
+    _, kind = group.kinds
+    return np.broadcast_to(np.asarray(of_kinds, dtype=float), (int(kind.max()) + 1,))[kind]
+
+
 def _memory(group: Group, layout: Layout, job: Job, most: Array) -> Array:
     """Bytes of the first or the last pipeline rank, whichever holds more."""
     costs, work = job.costs, job.work
     largest = max(costs.kinds, key=lambda part: part.parameters.total)
-    saved = max((amount_bytes(part.saved[group.level], layout, work) for part in costs.kinds), key=np.max)
-    whole = max((amount_bytes(part.saved["none"], layout, work) for part in costs.kinds), key=np.max)
+    kinds = group.kinds_layout()
+
+    def amounts(parts: Sequence[PartCosts], level: RecomputeLevel) -> Array:
+        every = [np.asarray(amount_bytes(part.saved[level], kinds, work), dtype=float) for part in parts]
+        return _each(group, np.maximum.reduce(every))
+
+    saved, whole = amounts(costs.kinds, group.level), amounts(costs.kinds, "none")
     alive = np.minimum(group.num_micro_batches, group.pp * (1 + (group.pp - 1) / (group.pp * group.virtual)))
     first = _state_bytes(largest, layout, group, job) * most + _state_bytes(costs.embedding, layout, group, job)
     last = _state_bytes(largest, layout, group, job) * most + _state_bytes(costs.head, layout, group, job)
-    logits = amount_bytes(costs.head.saved["none"], layout, work)
+    logits = amounts([costs.head], "none")
     working = 1.5 * whole - saved
     memory = np.maximum(first + alive * most * saved, last + most * saved + logits) + working
     if group.zero == 3:

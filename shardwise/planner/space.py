@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -59,6 +60,20 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.pp)
+
+    @cached_property
+    def kinds(self) -> tuple[Array, Array]:
+        """What a pass through a part depends on is the same for many candidates: one of each kind, and each one's."""
+        key = (self.micro_batch * 2**12 + self.cp) * 2**12 + self.ep
+        _, first, kind = np.unique(key, return_index=True, return_inverse=True)
+        return first, kind
+
+    def kinds_layout(self) -> Layout:
+        """One candidate of each kind, as a layout of arrays."""
+        first, _ = self.kinds
+        whole = self.layout()
+        arrays = {name: getattr(self, name)[first] for name in ("dp", "cp", "ep", "micro_batch", "num_micro_batches")}
+        return replace(whole, **arrays, shard=arrays["dp"] * arrays["cp"])
 
     def layout(self) -> Layout:
         """All candidates as one layout of arrays; what depends on stages is not in it."""
