@@ -22,7 +22,8 @@ from typing import Any
 
 from shardwise.launch.culprit import is_connection_error
 
-_PRELOAD = [
+# What ranks find imported; to be added to before the first ranks start.
+PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -34,6 +35,9 @@ _PRELOAD = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
+    "shardwise.parallel.apply",
+    "shardwise.train.step",
+    "shardwise.launch.warm",
 ]
 
 
@@ -78,7 +82,7 @@ def run_distributed(function: Callable[..., Any], num_ranks: int, *args: Any, ti
 
 def _run_once(function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="shardwise-test-") as folder:
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
