@@ -26,7 +26,7 @@ from shardwise.planner.runs import Row, Run, SkippedRow, read_run
 TABLE = Path(__file__).resolve().parents[1] / "tests/planner/published.csv"
 FREE = ("slowdown", "attention", "host_seconds")
 LOW, HIGH = np.array([0.9, 0.6, 1e-6]), np.array([2.0, 3.5, 3e-5])
-SIZES = (60.0, 1000.0)
+SIZES = (60.0, 700.0)
 EVERY = 5  # of the largest source one row in so many
 
 

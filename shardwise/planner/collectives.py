@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from shardwise.planner.arrays import choose, largest, log2, smallest
 from shardwise.spec.block import CollectiveOp
 from shardwise.spec.cluster import ClusterSpec, Link
 
@@ -28,18 +27,18 @@ def collective_seconds(op: CollectiveOp, num_bytes: Any, ranks: Any, stride: Any
         num_bytes: of the whole tensor: what a gather gives, what a reduction takes; for an all-to-all what one rank
             holds.
     """
-    ranks = np.maximum(ranks, 1)
+    ranks = largest(ranks, 1)
     steps: Any = 0.0
     per_byte: Any = 0.0
     inside: Any = 1
     for link in cluster.links:
-        members = np.maximum(np.minimum((link.devices or _EVERY_DEVICE) // stride, ranks), inside)
+        members = largest(smallest((link.devices or _EVERY_DEVICE) // stride, ranks), inside)
         time = 1 / _bandwidth(link, members)
         if op == "all_to_all":
-            per_byte = np.maximum(per_byte, (members - inside) / ranks * time)
+            per_byte = largest(per_byte, (members - inside) / ranks * time)
         else:
-            per_byte = np.maximum(per_byte, np.where(members > inside, time / inside, 0.0))
-        steps = steps + link.latency * np.log2(members / inside)
+            per_byte = largest(per_byte, choose(members > inside, time / inside, 0.0))
+        steps = steps + link.latency * log2(members / inside)
         inside = members
     if op == "all_to_all":
         return steps + num_bytes * per_byte
@@ -59,4 +58,4 @@ def _bandwidth(link: Link, members: Any) -> Any:
     full = link.bandwidth * link.efficiency
     if not link.pair_bandwidth:
         return full
-    return np.minimum(full, link.pair_bandwidth * link.efficiency * np.maximum(members - 1, 1))
+    return smallest(full, link.pair_bandwidth * link.efficiency * largest(members - 1, 1))

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from shardwise.planner.arrays import largest, smallest
 from shardwise.planner.collectives import collective_seconds
 from shardwise.planner.layout import Layout, Work
 from shardwise.spec.block import Amount, Attention, Collective, PartCosts, Product
@@ -118,7 +117,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
         "attention": attention * stack.attention,
         "elementwise": elementwise * stack.slowdown,
     }
-    terms["launch"] = np.maximum(operators * stack.host_seconds - total(terms), 0.0)
+    terms["launch"] = largest(operators * stack.host_seconds - total(terms), 0.0)
     terms["tensor"] = _tensor(part, layout, work, cluster, backward)
     terms["context"] = _context(part.attention, layout, work, cluster, backward)
     terms["expert"] = _dispatch(part, layout, work, cluster)
@@ -145,7 +144,7 @@ def _product(product: Product, layout: Layout, work: Work, cluster: ClusterSpec,
     for side in (tokens, inner, outer):
         rate = rate * side / (side + chip.half_size)
     moved = (tokens * inner + inner * outer + tokens * outer) * work.compute_bytes
-    return times * copies * np.maximum(2.0 * tokens * inner * outer / rate, moved / _memory_rate(cluster))
+    return times * copies * largest(2.0 * tokens * inner * outer / rate, moved / _memory_rate(cluster))
 
 
 def _attention(attention: Attention | None, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
@@ -153,7 +152,9 @@ def _attention(attention: Attention | None, layout: Layout, work: Work, cluster:
         return 0.0
     tokens, heads = rank_tokens(layout, work), attention.heads / layout.tp
     widths = attention.qk_dim + attention.v_dim
-    chip, peak = cluster.chip, cluster.peak(work.precision)
+    # Products in eight or four bits leave attention in sixteen.
+    precision = "bf16" if work.precision in ("fp8", "fp4") else work.precision
+    chip, peak = cluster.chip, cluster.peak(precision)
     if attention.kernel == "linear":
         flops = 2.0 * tokens * heads * attention.qk_dim * attention.v_dim * 2
         return flops / (peak * chip.attention_efficiency) * (2 if backward else 1)
@@ -164,7 +165,7 @@ def _attention(attention: Attention | None, layout: Layout, work: Work, cluster:
     seen = window * (1 - window / (2 * work.sequence)) if attention.causal else keys
     speed = (widths / 2) / (widths / 2 + _HALF_HEAD) * (_HEAD_SIZE + _HALF_HEAD) / _HEAD_SIZE
     speed = speed * seen / (seen + _HALF_ROW)
-    rate = peak * chip.attention_efficiency * np.minimum(speed, 1.3)
+    rate = peak * chip.attention_efficiency * smallest(speed, 1.3)
     return 2.0 * tokens * heads * seen * widths / rate * (_BACKWARD_ATTENTION if backward else 1.0)
 
 
@@ -177,7 +178,7 @@ def _eager_attention(tokens: Any, heads: Any, keys: float, attention: Attention,
         speed = keys / (keys + chip.half_size) * width / (width + chip.half_size)
         compute = 2.0 * tokens * heads * keys * width / (cluster.peak(work.precision) * chip.matmul_efficiency * speed)
         moved = tokens * heads * (keys + 2 * width) * work.compute_bytes
-        seconds = seconds + np.maximum(compute, moved / _memory_rate(cluster))
+        seconds = seconds + largest(compute, moved / _memory_rate(cluster))
     return seconds
 
 
@@ -210,7 +211,7 @@ def _context(attention: Attention | None, layout: Layout, work: Work, cluster: C
     if not work.overlap_context:
         return seconds
     compute = _attention(attention, layout, work, cluster, backward) * cluster.stack.attention
-    return np.maximum(seconds - compute, 0.1 * seconds)
+    return largest(seconds - compute, 0.1 * seconds)
 
 
 def _dispatch(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardwise.planner.collectives import send_seconds
 from shardwise.planner.compute import Passes, Terms, add_terms, part_passes, rank_tokens, scale_terms, total
@@ -51,7 +50,8 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
         KeyError: a tensor degree that the costs do not describe.
     """
     stages = stage_parts(costs, layout)
-    passes = [_stage_passes(parts, layout, work, cluster) for parts in stages]
+    known: dict[tuple[int, str], Passes] = {}
+    passes = [_stage_passes(parts, known, layout, work, cluster) for parts in stages]
     lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
     memory = tuple(
         rank_memory([stages[s] for s in layout.stages_of(rank)], actions, layout, work, cluster)
@@ -70,23 +70,35 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
     return Estimate({name: float(value) for name, value in terms.items()}, memory, timeline.bubble)
 
 
-def _stage_passes(parts: Sequence[Placed], layout: Layout, work: Work, cluster: ClusterSpec) -> Passes:
-    """Seconds of one micro-batch through a stage; under ZeRO-3 with what of its traffic compute does not hide."""
-    forward: Terms = {}
-    backward: Terms = {}
-    again: Terms = {}
-    for part, times, level in parts:
-        one = part_passes(part, replace(layout, recompute=level), work, cluster)
-        extra_forward: Any = 0.0
-        extra_backward: Any = 0.0
-        if layout.zero == 3:
-            gather, gather_and_sum = sharded_terms((part, 1, level), layout, work, cluster)
-            extra_forward = exposed(gather, total(one.forward), work.overlap_data)
-            extra_backward = exposed(gather_and_sum, total(one.backward) + total(one.again), work.overlap_data)
-        forward = add_terms(forward, scale_terms({**one.forward, "data": extra_forward}, times))
-        backward = add_terms(backward, scale_terms({**one.backward, "data": extra_backward}, times))
-        again = add_terms(again, scale_terms(one.again, times))
-    return Passes(forward, backward, again)
+def _stage_passes(
+    parts: Sequence[Placed],
+    known: dict[tuple[int, str], Passes],
+    layout: Layout,
+    work: Work,
+    cluster: ClusterSpec,
+) -> Passes:
+    """Seconds of one micro-batch through a stage; ``known`` keeps those of parts that other stages hold too."""
+    sums: tuple[list[Terms], list[Terms], list[Terms]] = ([], [], [])
+    for placed in parts:
+        part, times, level = placed
+        one = known.get((id(part), level))
+        if one is None:
+            one = known[id(part), level] = _placed_passes(placed, layout, work, cluster)
+        for terms, own in zip(sums, (one.forward, one.backward, one.again), strict=True):
+            terms.append(scale_terms(own, times))
+    return Passes(*(add_terms(*terms) for terms in sums))
+
+
+def _placed_passes(placed: Placed, layout: Layout, work: Work, cluster: ClusterSpec) -> Passes:
+    """Seconds of one part; under ZeRO-3 with what of its traffic compute does not hide."""
+    part, _, level = placed
+    one = part_passes(part, replace(layout, recompute=level), work, cluster)
+    if layout.zero != 3:
+        return one
+    gather, gather_and_sum = sharded_terms((part, 1, level), layout, work, cluster)
+    forward = exposed(gather, total(one.forward), work.overlap_data)
+    backward = exposed(gather_and_sum, total(one.backward) + total(one.again), work.overlap_data)
+    return Passes({**one.forward, "data": forward}, {**one.backward, "data": backward}, one.again)
 
 
 def _timeline(

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from shardwise.planner.arrays import largest, smallest
 from shardwise.planner.collectives import collective_seconds
 from shardwise.planner.compute import expert_parameters, rank_parameters
 from shardwise.planner.layout import Layout, Work
@@ -43,7 +42,7 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
         if layout.zero == 0:
             sums = sums + collective_seconds("all_reduce", gradients, ranks, stride, cluster)
             continue
-        shard = np.minimum(layout.shard, ranks)
+        shard = smallest(layout.shard, ranks)
         sums = sums + collective_seconds("reduce_scatter", gradients, shard, stride, cluster)
         sums = sums + collective_seconds("all_reduce", gradients / shard, ranks / shard, stride * shard, cluster)
         gathers = gathers + collective_seconds("all_gather", weights, shard, stride, cluster)
@@ -52,7 +51,7 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
 
 def exposed(traffic: Any, compute: Any, overlap: bool) -> Any:
     """What remains of traffic that runs beside ``compute``."""
-    return np.maximum(traffic - compute, _NEVER_HIDDEN * traffic) if overlap else traffic
+    return largest(traffic - compute, _NEVER_HIDDEN * traffic) if overlap else traffic
 
 
 def optimizer_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: ClusterSpec) -> Any:
@@ -60,7 +59,7 @@ def optimizer_seconds(parts: Sequence[Placed], layout: Layout, work: Work, clust
     dense, expert = dense_and_expert(parts, layout, trainable=True)
     if layout.zero:
         dense = dense / layout.shard
-        expert = expert / np.minimum(layout.shard, layout.expert_data_ranks)
+        expert = expert / smallest(layout.shard, layout.expert_data_ranks)
     chip = cluster.chip
     seconds = (dense + expert) * work.traffic_bytes / (chip.memory_bandwidth * chip.bandwidth_efficiency)
     return seconds + (dense + expert) * work.host_bytes / _HOST_BANDWIDTH

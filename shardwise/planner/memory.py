@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from shardwise.planner.arrays import smallest
 from shardwise.planner.compute import amount_bytes
 from shardwise.planner.data import dense_and_expert
 from shardwise.planner.layout import Layout, Work
@@ -49,7 +48,7 @@ def rank_memory(
 def _state(parts: Sequence[Placed], layout: Layout, work: Work) -> dict[str, Any]:
     held = dense_and_expert(parts, layout, trainable=False)
     trained = dense_and_expert(parts, layout, trainable=True)
-    shares = (layout.shard, np.minimum(layout.shard, layout.expert_data_ranks))
+    shares = (layout.shard, smallest(layout.shard, layout.expert_data_ranks))
 
     def over(amounts: tuple[Any, Any], from_level: int) -> Any:
         shared = layout.zero >= from_level

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import isfinite, nan
 from typing import Any, Literal
 
 from shardwise.planner.layout import Layout, Work
@@ -92,23 +93,36 @@ def read_run(row: Row) -> Run:
     rows, micro_batch = _count(row, "global_batch_seqs"), _count(row, "micro_batch")
     if rows % (dp * micro_batch):
         raise SkippedRow(f"{rows} rows are no multiple of dp x micro_batch = {dp * micro_batch}")
+    _check(costs, tp, pp)
     ep = _count(row, "ep", 1) if shape.experts else 1
     layout = _layout(row, Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, micro_batch=micro_batch), shape.num_blocks)
     layout = replace(layout, num_micro_batches=rows // (dp * micro_batch), expert_tensor=ep <= dp * cp)
     layout = _sharded(row, layout)
     if layout.num_micro_batches < pp:
         layout = replace(layout, schedule="gpipe", virtual_stages=1, **_stages(row, pp, shape.num_blocks, 1))
+    cluster = _cluster(row, software.stack)
+    if precision not in cluster.chip.peak_flops:
+        raise SkippedRow(f"{cluster.chip.name} has {', '.join(cluster.chip.peak_flops)}, and no {precision}")
     return Run(
         id=row.get("id", ""),
         source=row.get("source", ""),
         costs=costs,
-        cluster=_cluster(row, software.stack),
+        cluster=cluster,
         layout=layout,
         work=replace(software.work(_count(row, "seq_len"), precision), counted=_counted(row.get("mem_kind", ""))),
         seconds=_number(row, "step_s_norm") or _number(row, "step_seconds"),
         memory_bytes=_memory(row),
         memory_kind=row.get("mem_kind", ""),
     )
+
+
+def _check(costs: ModelCosts, tp: int, pp: int) -> None:
+    """Refuse what no model can be cut into."""
+    if pp > costs.num_blocks:
+        raise SkippedRow(f"{costs.num_blocks} blocks are fewer than {pp} stages")
+    for part in (*costs.kinds, costs.embedding, costs.head):
+        if part.degree(tp).rule:
+            raise SkippedRow(f"tp = {tp} {part.degree(tp).rule}")
 
 
 def frozen(costs: ModelCosts) -> ModelCosts:
@@ -309,9 +323,12 @@ def _precision(text: str) -> str:
 def _number(row: Row, name: str) -> float | None:
     text = (row.get(name) or "").strip()
     try:
-        return float(text) if text else None
+        number = float(text) if text else None
     except ValueError:
-        raise SkippedRow(f"{name} = {text!r} is no number") from None
+        number = nan
+    if number is not None and not isfinite(number):
+        raise SkippedRow(f"{name} = {text!r} is no number")
+    return number
 
 
 def _count(row: Row, name: str, default: int | None = None) -> int:
@@ -320,4 +337,6 @@ def _count(row: Row, name: str, default: int | None = None) -> int:
         if default is None:
             raise SkippedRow(f"{name} is empty")
         return default
+    if number < 0 or (number < 1 and default != 0):
+        raise SkippedRow(f"{name} = {number:g} must be above 0")
     return int(number)

@@ -13,8 +13,7 @@ from shardwise.spec.schedule import Action, ActionLists, action_lists
 
 Send = Callable[[int, int], float]
 StageSeconds = tuple[Sequence[float], Sequence[float]]  # forward, backward
-# Rounds after which a pipeline repeats itself: several stages on a rank that differ take longer to settle.
-_ROUNDS = {"1f1b": 4, "interleaved": 8}
+_ROUNDS = {"1f1b": 2, "interleaved": 4}  # rounds after which a pipeline repeats itself
 
 
 @dataclass(frozen=True)
@@ -96,21 +95,27 @@ def simulate_schedule(
     """:func:`simulate` for a schedule by its name, quick also for thousands of micro-batches.
 
     Once a pipeline is full, each further round of as many micro-batches as ranks takes the same time, so a long step
-    is simulated at two shorter lengths; ``ends`` then are those of the longer one.
+    is a short one and a number of rounds; ``ends`` then are those of the short one. Stages of a rank that differ
+    take longer to settle, so an interleaved step is simulated at two lengths.
     """
     forward, backward = stage_seconds
     num_ranks = len(forward) // virtual_stages
     lists = short_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
-    timeline = simulate(lists, forward, backward, send)
-    simulated = sum(action.kind == "forward" for action in lists[0]) // virtual_stages
+    short = simulate(lists, forward, backward, send)
+    simulated = len(short.ends[0][0])
     rounds = (num_micro_batches - simulated) / num_ranks
     if not rounds:
-        return timeline
-    shorter = simulate(_lists(schedule, num_ranks, simulated - num_ranks, virtual_stages), forward, backward, send)
+        return short
+    if virtual_stages == 1:
+        first = short.ends[1][0]
+        per_round = [first[-num_ranks] - first[-2 * num_ranks]] * num_ranks
+    else:
+        before = simulate(_lists(schedule, num_ranks, simulated - num_ranks, virtual_stages), forward, backward, send)
+        per_round = [a - b for a, b in zip(short.finish, before.finish, strict=True)]
     return Timeline(
-        finish=tuple(a + rounds * (a - b) for a, b in zip(timeline.finish, shorter.finish, strict=True)),
-        busy=tuple(a + rounds * (a - b) for a, b in zip(timeline.busy, shorter.busy, strict=True)),
-        ends=timeline.ends,
+        finish=tuple(a + rounds * more for a, more in zip(short.finish, per_round, strict=True)),
+        busy=tuple(busy * num_micro_batches / simulated for busy in short.busy),
+        ends=short.ends,
     )
 
 
