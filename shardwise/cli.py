@@ -173,7 +173,7 @@ def estimate_runs(
 
 @app.command("plan")
 @_interruptible
-def plan_run(
+def plan_run(  # noqa: PLR0913  a parameter an option
     settings: Annotated[
         list[str] | None, typer.Argument(help="run.yaml and key=value: fields of strategy are fixed")
     ] = None,

@@ -1,4 +1,4 @@
-"""The candidates of a job: every legal combination of degrees, as columns of numbers, and the rules that leave rows out.
+"""The candidates of a job: every legal combination of degrees, as columns of numbers, and the rules that reject some.
 
 Rules are those of the runtime: degrees of :func:`shardwise.spec.strategy.legal_tensor_degrees` and of the model's
 own tables, the batch rule G = dp x micro-batch size x micro-batches, at least as many micro-batches as stages.
@@ -23,6 +23,8 @@ MOST_VIRTUAL = 8  # stages of a pipeline rank
 MOST_CONTEXT = 64
 LEAST_CONTEXT_TOKENS = 512  # of a row on a rank, below which cutting it further is not looked at
 Columns = dict[str, np.ndarray]
+# Columns by their names in run.yaml.
+_SPELLED = {"pp": "pp", "dp": "dp", "cp": "cp", "tp": "tp", "ep": "ep", "m": "micro_batch_size", "v": "virtual_stages"}
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Space:
         number = int(out.sum())
         if number:
             first = int(np.argmax(out))
-            self.reject(rule, detail, number, {name: int(column[first]) for name, column in self.columns.items()})
+            row = {name: int(self.columns[name][first]) for name in _SPELLED if name in self.columns}
+            self.reject(rule, detail, number, {_SPELLED[name]: value for name, value in row.items()})
             self.columns = {name: column[mask] for name, column in self.columns.items()}
 
     def reject(self, rule: str, detail: str, number: int, example: dict[str, Any]) -> None:
@@ -72,13 +75,14 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     space.cross("pp", _given(job, "pp", range(1, min(num_blocks, most_devices) + 1)))
     space.keep(space.columns["pp"] <= num_blocks, "pipeline stages", f"the model has {num_blocks} blocks")
     c = space.columns
-    space.keep(c["tp"] * c["cp"] * c["pp"] <= most_devices, "devices", f"more than {most_devices}")
+    _silently(space, c["tp"] * c["cp"] * c["pp"] <= most_devices)
     space.cross("dp", _data_degrees(job))
     c = space.columns
     devices = c["tp"] * c["cp"] * c["pp"] * c["dp"]
-    space.keep(devices <= most_devices, "devices", f"more than {most_devices}")
+    space.keep(devices <= job.devices, "devices", f"more than {job.devices}")
     c = space.columns
-    _silently(space, c["tp"] * c["cp"] * c["pp"] * c["dp"] > least_devices)
+    devices = c["tp"] * c["cp"] * c["pp"] * c["dp"]
+    _silently(space, (devices > least_devices) & (devices <= most_devices))
     space.cross("m", _given(job, "micro_batch_size", [m for m in divisors(job.rows) if m <= MOST_ROWS]))
     c = space.columns
     unit = c["dp"] * c["m"]
@@ -192,7 +196,7 @@ def _context_degrees(job: Job) -> list[int]:
     given = job.fixed.get("cp")
     if given is not None:
         if sequence % (2 * given if given > 1 else 1):
-            near = max(n for n in divisors(gcd(sequence, 2**20)) if n <= given and sequence % (2 * n) == 0 or n == 1)
+            near = max(n for n in divisors(gcd(sequence, 2**20)) if (n <= given and sequence % (2 * n) == 0) or n == 1)
             raise PlanError(f"cp = {given}", f"2 x cp does not divide the {sequence} tokens of a row", f"Use cp={near}")
         return [given]
     powers = [2**k for k in range(1, MOST_CONTEXT.bit_length())]
