@@ -181,6 +181,7 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     cluster: Annotated[str | None, typer.Option(help="profile of the devices, such as a100-80gb")] = None,
     devices: Annotated[int | None, typer.Option(help="number of devices, at most")] = None,
     fix: Annotated[list[str] | None, typer.Option(help="a degree that is given, as tp=8; may be repeated")] = None,
+    memory: Annotated[str | None, typer.Option(help="of a device, such as 40GiB; else the profile's")] = None,
     top: Annotated[int, typer.Option(min=1, help="number of plans to show")] = 5,
     output: Annotated[Path, typer.Option(help="where the best plan is written")] = Path("plan.json"),
     explain: Annotated[bool, typer.Option("--explain", help="every term, rejection, and what would change it")] = False,
@@ -194,7 +195,7 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     from shardwise.report.results import print_json, results_console
 
     tree = _tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
-    job = make_job(tree, os.environ)
+    job = make_job(tree, os.environ, memory)
     found = search(job, top)
     changes = what_would_change(job, found) if explain else []
     if as_json:

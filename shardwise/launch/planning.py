@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from shardwise.config import nearest
 from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.hub import locate_model
 from shardwise.planner.job import Found, Job
@@ -24,8 +27,11 @@ _MOST_TOKENS = 4096  # of a row, where no length is given
 _FREE = ("gradient_aggregation_group", "plan")  # fields of a strategy that no degree depends on
 
 
-def make_job(tree: dict[str, Any], environ: Mapping[str, str]) -> Job:
+def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | None = None) -> Job:
     """The job that a command describes; every field of ``strategy`` that it gives is fixed.
+
+    Args:
+        memory: of a device where it is not the profile's, such as ``40GiB``.
 
     Raises:
         ConfigError: an unknown key or profile, no model, no number of devices.
@@ -37,15 +43,48 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str]) -> Job:
         )
     if run.devices is None:
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
-    source = run.model
-    if run.model not in known_models():
-        source = str(locate_model(run.model, run.models_dir or environ.get("SHARDWISE_MODELS_DIR"), only_config=True))
-    model, costs = costs_of(source)
-    cluster = load_cluster(run.cluster)
+    model, costs = costs_of(_source(run, environ))
+    cluster = find_cluster(run.cluster)
     sequence = run.data.max_length or min(_MOST_TOKENS, model.max_position_embeddings)
     work = work_of(sequence, run.train.precision or default_precision(cluster))
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
-    return Job(model, costs, cluster, run.devices, rows, work, fixed=fixed_fields(run))
+    limit = 0.0 if memory is None else parse_bytes("--memory", memory)
+    return Job(model, costs, cluster, run.devices, rows, work, fixed_fields(run), limit)
+
+
+def _source(run: RunConfig, environ: Mapping[str, str]) -> str:
+    """A well-known name, or the folder of a model."""
+    known = known_models()
+    if run.model in known:
+        return run.model
+    try:
+        return str(locate_model(run.model, run.models_dir or environ.get("SHARDWISE_MODELS_DIR"), only_config=True))
+    except ConfigError as error:
+        near = nearest(run.model.lower(), known)
+        if near is None or Path(run.model).exists():
+            raise
+        raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
+
+
+def find_cluster(name: str) -> ClusterSpec:
+    """A profile of the package, or one in a JSON file of the same form.
+
+    Raises:
+        ConfigError: there is no such profile, or the file is damaged.
+    """
+    path = Path(name)
+    if path.suffix != ".json":
+        return load_cluster(name)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+        raise ConfigError(f"cluster = {name!r}", rule, "Give a profile's name or file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"cluster = {name!r}", f"is not JSON ({error})", "Give a profile's name or file") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"cluster = {name!r}", "holds no profile", "Give a profile's name or file")
+    return ClusterSpec.from_json(data)
 
 
 def fixed_fields(run: RunConfig) -> dict[str, Any]:
@@ -97,4 +136,17 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
 def device_type(cluster: ClusterSpec) -> DeviceType:
     """What torch calls the devices of a profile."""
     name = cluster.name
-    return cast(DeviceType, "npu" if name.startswith("ascend") else "cpu" if name.startswith("cpu") else "cuda")
+    return "npu" if name.startswith("ascend") else "cpu" if name.startswith("cpu") else "cuda"
+
+
+def parse_bytes(key: str, text: str) -> float:
+    """``'1.5GiB'`` -> ``1610612736.0``; ``MB`` and the like are powers of 1000.
+
+    Raises:
+        ConfigError: no positive number with a unit; ``key`` names it.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise ConfigError(f"{key} {text}", "must be a size above 0 with its unit", "Write it as 40GiB or 900MB")
+    base = 1024 if found[3] else 1000
+    return float(found[1]) * float(base ** " KMGT".index(found[2].upper() or " "))

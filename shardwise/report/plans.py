@@ -59,19 +59,18 @@ def _table(job: Job, found: Found) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     headers: list[dict[str, Any]] = [{"header": "", "justify": "right"}, {"header": "plan", "overflow": "fold"}]
     names = ("step", "tokens/s/device", "MFU", "memory by stage", "bubble", "traffic waited for")
-    headers += [{"header": name} for name in (*names, "")]
+    headers += [{"header": name} for name in names]
     for header in headers:
         table.add_column(**header)
     for rank, plan in enumerate(found.plans, 1):
         table.add_row(
             str(rank),
-            describe(plan.candidate),
+            describe(plan.candidate) + (f" (not runnable yet: {plan.not_runnable})" if plan.not_runnable else ""),
             f"{plan.step_seconds:.4g} s",
             f"{plan.tokens_per_second_per_device(job):.0f}",
             f"{plan.mfu(job):.1%}",
             memory_line(plan),
             f"{plan.estimate.bubble:.1%}",
             f"{plan.exposed_seconds:.3g} s",
-            f"not runnable yet: {plan.not_runnable}" if plan.not_runnable else "",
         )
     return table

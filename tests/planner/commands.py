@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise import cli
+from shardwise.spec.plan import Plan
 from tests.planner.test_runs import ROW
 
 
@@ -25,3 +26,14 @@ def estimates_runs(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatc
         assert json.loads(result.stdout)["rows"][0]["step_seconds"] > 0
     else:
         assert ROW["id"] in result.stdout
+
+
+def plans_a_model(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace)
+    result = CliRunner().invoke(cli.app, shlex.split(command)[1:], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert Plan.load(workspace / "plan.json").devices >= 1
+    if "--json" in command:
+        assert json.loads(result.stdout)["plans"][0]["rank"] == 1
+    else:
+        assert "global batch" in result.stdout

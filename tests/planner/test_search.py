@@ -1,0 +1,232 @@
+"""The search: plans are legal, fit, come in order, and nothing that was passed over is faster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.planner.explain import answer, batch_equation, loss, what_would_change, why
+from shardwise.planner.job import Job
+from shardwise.planner.known import costs_of, known_models
+from shardwise.planner.layout import Work
+from shardwise.planner.refine import memory_need, refine
+from shardwise.planner.screen import groups_of, judge
+from shardwise.planner.search import search
+from shardwise.planner.space import enumerate_space
+from shardwise.planner.sweep import candidate_of
+from shardwise.spec.block import ModelCosts
+from shardwise.spec.cluster import load_cluster
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+
+GIB = 2**30
+TINY = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 32000}
+CONFIGURATIONS = {
+    "tiny": {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "nine": {**TINY, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 288},
+    "experts": {
+        **TINY,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+@cache
+def model(name: str) -> tuple[ModelSpec, ModelCosts]:
+    if name not in CONFIGURATIONS:
+        return costs_of(name)
+    kind = "mixtral" if name == "experts" else "llama"
+    with TemporaryDirectory() as folder:
+        config = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], **CONFIGURATIONS[name]}
+        (Path(folder) / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+        return costs_of(folder)
+
+
+def job(name: str = "qwen3-0.6b", devices: int = 8, rows: int = 32, memory: float = 0.0, **fixed: object) -> Job:
+    spec, costs = model(name)
+    return Job(spec, costs, load_cluster("a100-40gb"), devices, rows, Work(1024), fixed, memory * GIB)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "experts", "nine"])
+def test_plans_are_legal_fit_and_come_in_order(name: str) -> None:
+    wanted = job(name)
+    found = search(wanted)
+    shown = answer(wanted, found)
+    times = [plan["step_seconds"] for plan in shown["plans"]]
+    assert times == sorted(times)
+    assert len(times) >= 5
+    for plan in found.plans:
+        one = plan.candidate
+        assert one.devices <= 8
+        assert one.tp in shown["legal_degrees"]["tp"]
+        assert one.dp * one.micro_batch_size * one.num_micro_batches(32) == 32
+        assert one.num_micro_batches(32) >= one.pp
+        assert (one.dp * one.cp) % one.ep == 0
+        assert sum(one.stages) == wanted.costs.num_blocks
+        assert memory_need(wanted, one) == plan.estimate.memory_bytes <= wanted.limit_bytes
+        if not plan.not_runnable:  # what the runtime itself checks
+            Plan(wanted.model, one.strategy(), 32, "cuda")
+        else:
+            assert one.cp > 1 or one.ep > 1 or one.level == "selective"
+    assert any(not plan.not_runnable for plan in found.plans)
+
+
+@pytest.mark.parametrize(("name", "memory"), [("tiny", 0.0), ("tiny", 1.9), ("experts", 0.0)])
+def test_nothing_that_was_passed_over_is_faster(name: str, memory: float) -> None:
+    """Every legal candidate of a small job, looked at stage by stage whatever its guess and its memory."""
+    wanted = job(name, devices=4, rows=8, memory=memory)
+    best = search(wanted, top=1).plans[0].step_seconds
+    every = []
+    for least, most in ((2, 4), (1, 2), (0, 1)):
+        for group in groups_of(wanted, enumerate_space(wanted, least, most)):
+            columns = judge(wanted, group, group.columns)[0].columns
+            for index in range(len(columns["tp"])):
+                plan, _ = refine(wanted, candidate_of(wanted, columns, index))
+                if plan is not None:
+                    every.append(plan.step_seconds)
+                    assert plan.step_seconds >= columns["bound"][index] * (1 - 1e-9)
+    assert len(every) > 20
+    assert best <= min(every) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6, 7])
+def test_devices_that_do_not_divide_the_model_are_used_by_other_axes(devices: int) -> None:
+    """Three ranks do not divide four heads: the plan uses another axis, or fewer devices, and says so."""
+    wanted = job("tiny", devices=devices, rows=24)
+    found = search(wanted)
+    assert all(plan.candidate.tp in (1, 2, 4) for plan in found.plans)
+    first = found.plans[0].candidate
+    assert first.devices >= devices - 1
+    assert any("stay idle" in sentence for sentence in why(wanted, found)) == (first.devices < devices)
+    if devices % 3 == 0:
+        detail = next(one.detail for one in found.rejected if one.example == {"tp": 3})
+        assert "does not divide the 4 attention heads" in detail
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"tp": 2},
+        {"pp": 4, "schedule": "gpipe"},
+        {"pp": 3, "dp": 2},
+        {"dp_shard": 2, "reshard": True},
+        {"dp_replicate": 2},
+        {"cp": 2},
+        {"sequence_parallel": True},
+        {"micro_batch_size": 4},
+        {"virtual_stages": 2, "schedule": "interleaved"},
+        {"pp": 2, "stages": (13, 15)},
+    ],
+    ids=str,
+)
+def test_given_fields_stay(fixed: dict[str, object]) -> None:
+    for plan in search(job(**fixed), top=3).plans:
+        assert {name: getattr(plan.candidate, name) for name in fixed} == fixed
+
+
+@pytest.mark.parametrize(("given", "level", "number"), [("full", "full", -1), (3, "full", 3), ("none", "none", -1)])
+def test_given_recompute_stays(given: object, level: str, number: int) -> None:
+    for plan in search(job(recompute=given), top=3).plans:
+        assert (plan.candidate.level, plan.candidate.recomputed) == (level, number)
+
+
+def test_as_few_blocks_as_memory_asks_for_are_computed_again() -> None:
+    wanted = job("llama2-7b", devices=8, rows=64, memory=24, micro_batch_size=4)
+    some = [p.candidate for p in search(wanted).plans if p.candidate.level == "full" and p.candidate.recomputed > 1]
+    assert some
+    for one in some:
+        assert memory_need(wanted, one) <= wanted.limit_bytes
+        assert memory_need(wanted, replace(one, recomputed=one.recomputed - 1)) > wanted.limit_bytes
+
+
+@pytest.mark.parametrize("memory", [0.01, 1.0])
+def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_need(memory: float) -> None:
+    with pytest.raises(PlanError, match=r"the smallest need of any split is .* GiB a device"):
+        search(job(devices=1, memory=memory))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"dp_shard": 1, "dp_replicate": 8}, "It fits without dp_replicate = 8"),
+        ({"tp": 1, "devices": 1}, "It fits on 4 devices"),
+    ],
+)
+def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: str) -> None:
+    devices = int(str(fixed.pop("devices", 8)))
+    with pytest.raises(PlanError, match=words):
+        search(job("llama2-7b", devices=devices, rows=32, **fixed))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"tp": 3}, "does not divide the 4 attention heads. legal degrees: 1, 2, 4"),
+        ({"ep": 2}, "the model has no experts"),
+        ({"dp_shard": 5}, "does not divide the 32 rows of a step"),
+        ({"dp": 5}, "dp x micro_batch_size does not divide the 32 rows of a step"),
+        ({"pp": 7}, "the model has 6 blocks"),
+        ({"cp": 3}, "2 x cp does not divide the 1024 tokens"),
+    ],
+)
+def test_a_given_degree_that_is_illegal_is_refused_with_its_rule(fixed: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        search(job("tiny", devices=12, **fixed))
+    assert words in str(refused.value)
+
+
+def step(wanted: Job) -> float:
+    return search(wanted, top=1).plans[0].step_seconds
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    memory=st.sampled_from([3.0, 5.0, 10.0]),
+    devices=st.integers(2, 9),
+    rows=st.sampled_from([8, 12, 30]),
+    factor=st.floats(1.0, 4.0),
+    more=st.integers(1, 9),
+)
+def test_more_memory_faster_links_or_more_devices_are_never_slower(
+    memory: float, devices: int, rows: int, factor: float, more: int
+) -> None:
+    wanted = job("tiny", devices, rows, memory)
+    links = tuple(replace(link, bandwidth=factor * link.bandwidth) for link in wanted.cluster.links)
+    before = step(wanted) * (1 + 1e-9)
+    assert step(replace(wanted, memory_bytes=factor * wanted.memory_bytes)) <= before
+    assert step(replace(wanted, cluster=replace(wanted.cluster, links=links))) <= before
+    assert step(replace(wanted, devices=devices + more)) <= before
+
+
+def test_reasons_are_those_of_the_terms() -> None:
+    wanted = job()
+    found = search(wanted)
+    first, second = found.plans[:2]
+    assert f"{second.step_seconds / first.step_seconds - 1:.1%}" in loss(first, second)
+    assert batch_equation(wanted, first.candidate).startswith("global batch 32 rows = ")
+    less_memory = what_would_change(wanted, found)[0]
+    assert less_memory.startswith("with a quarter less memory: ")
+
+
+def test_memory_does_not_grow_with_micro_batches() -> None:
+    """1F1B holds as many micro-batches as there are stages behind, however many a step has."""
+    found = [search(job(rows=2 * number, pp=2, dp=1, tp=1, micro_batch_size=2, recompute="none", schedule="1f1b"))
+             for number in (4, 8, 16)]  # fmt: skip
+    assert len({plan.plans[0].estimate.memory_terms[0]["activations"] for plan in found}) == 1
+
+
+def test_well_known_models_have_their_sizes() -> None:
+    assert {"llama2-70b", "deepseek-v3", "gpt3-175b"} <= set(known_models())
+    sizes = {name: costs_of(name)[1].num_parameters for name in ("llama2-70b", "deepseek-v3", "gpt3-175b")}
+    assert sizes == pytest.approx({"llama2-70b": 68.98e9, "deepseek-v3": 671e9, "gpt3-175b": 174.6e9}, rel=2e-3)
