@@ -29,7 +29,7 @@ from shardwise.spec.run import LoraConfig, RunConfig
 from tests.check.commands import checks_a_plan, shows_a_model
 from tests.fixtures import make_model, make_rows
 from tests.parallel.lora_harness import make_adapter
-from tests.planner.commands import estimates_runs
+from tests.planner.commands import estimates_runs, plans_a_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
@@ -271,6 +271,11 @@ COMMANDS: dict[str, Check] = {
     f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
     "shardwise estimate --runs runs.csv": estimates_runs,
     "shardwise estimate --runs runs.csv --json": estimates_runs,
+    "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 16": plans_a_model,
+    "shardwise plan --model llama2-7b --cluster a100-80gb --devices 16 --fix tp=2 "
+    "train.global_batch_size=64 data.max_length=2048": plans_a_model,
+    "shardwise plan --model llama2-7b --cluster a100-80gb --devices 8 --memory 40GiB --top 3 --json": plans_a_model,
+    "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 8 --explain": plans_a_model,
     "shardwise model show DIR": shows_a_model,
     "shardwise model show DIR --tp 2 --json": shows_a_model,
 }
