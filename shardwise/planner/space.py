@@ -16,7 +16,7 @@ import numpy as np
 from shardwise.errors import PlanError
 from shardwise.planner.job import Job, Rejection
 from shardwise.spec.block import RECOMPUTE_LEVELS
-from shardwise.spec.strategy import legal_tensor_degrees
+from shardwise.spec.strategy import default_stages, legal_tensor_degrees
 
 MOST_ROWS = 64  # of a micro-batch
 MOST_VIRTUAL = 8  # stages of a pipeline rank
@@ -66,6 +66,7 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     Raises:
         PlanError: a given field that no candidate can have.
     """
+    _check_given(job)
     tensor, refused = _tensor_degrees(job)
     space = Space({"tp": np.asarray(tensor, dtype=np.int64)})
     for degree, rule in refused.items():
@@ -160,6 +161,25 @@ def _silently(space: Space, mask: np.ndarray) -> None:
 def _given(job: Job, name: str, otherwise: Iterable[int]) -> list[int]:
     value = job.fixed.get(name)
     return list(otherwise) if value is None else [int(value)]
+
+
+def _check_given(job: Job) -> None:
+    """Refuse given fields that contradict the model or each other.
+
+    Raises:
+        PlanError: with the rule, and what would do.
+    """
+    stages, num_blocks = job.fixed.get("stages"), job.costs.num_blocks
+    if stages and sum(stages) != num_blocks:
+        shown = list(default_stages(num_blocks, min(len(stages), num_blocks)))
+        rule = f"sums to {sum(stages)}, and the model has {num_blocks} blocks"
+        raise PlanError(f"strategy.stages = {list(stages)}", rule, f"For example {shown}")
+    if job.fixed.get("sequence_parallel") and job.fixed.get("tp") == 1:
+        rule = "cuts the sequence over the tensor ranks, and strategy.tp is 1"
+        raise PlanError("strategy.sequence_parallel = true", rule, "Leave one of them out")
+    if job.fixed.get("pp") is not None and job.fixed["pp"] > num_blocks:
+        rule = f"the model has {num_blocks} blocks, and each stage needs one"
+        raise PlanError(f"strategy.pp = {job.fixed['pp']}", rule, f"legal degrees: 1 to {num_blocks}")
 
 
 def _tensor_degrees(job: Job) -> tuple[list[int], dict[int, str]]:

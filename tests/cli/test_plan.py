@@ -75,7 +75,7 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         (["--model", "qwen4-0.6b"], "Did you mean the well-known qwen3-0.6b?"),
         (["strategy.micro_batch=2"], "unknown key. Did you mean strategy.micro_batch_size?"),
         (["--output", "other.txt"], "is there, and is no plan"),
-        (["sequence_parallel=true", "tp=1"], "no split is legal"),
+        (["sequence_parallel=true", "tp=1"], "strategy.tp is 1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], words: str) -> None:

@@ -26,6 +26,8 @@ from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import load_cluster
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.rules import parse_run
+from shardwise.spec.strategy import resolve
 
 GIB = 2**30
 TINY = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 32000}
@@ -75,8 +77,11 @@ def test_plans_are_legal_fit_and_come_in_order(name: str) -> None:
         assert (one.dp * one.cp) % one.ep == 0
         assert sum(one.stages) == wanted.costs.num_blocks
         assert memory_need(wanted, one) == plan.estimate.memory_bytes <= wanted.limit_bytes
-        if not plan.not_runnable:  # what the runtime itself checks
+        if not plan.not_runnable:  # by the runtime's own rules it is legal, and means the same
             Plan(wanted.model, one.strategy(), 32, "cuda")
+            tree = {"model": name, "devices": one.devices, "strategy": one.fields()}
+            run = parse_run({**tree, "train": {"global_batch_size": 32}})
+            assert resolve(run, wanted.model, one.devices) == (one.strategy(), 32)
         else:
             assert one.cp > 1 or one.ep > 1 or one.level == "selective"
     assert any(not plan.not_runnable for plan in found.plans)
@@ -177,6 +182,8 @@ def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: st
         ({"dp_shard": 5}, "does not divide the 32 rows of a step"),
         ({"dp": 5}, "dp x micro_batch_size does not divide the 32 rows of a step"),
         ({"pp": 7}, "the model has 6 blocks"),
+        ({"stages": (3, 4)}, "sums to 7, and the model has 6 blocks. For example [3, 3]"),
+        ({"sequence_parallel": True, "tp": 1}, "strategy.tp is 1"),
         ({"cp": 3}, "2 x cp does not divide the 1024 tokens"),
     ],
 )
