@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from shardwise.errors import PlanError
+from shardwise.models.build import initialised_modules
 from shardwise.models.shard import Shard
 from shardwise.spec.layout import ParamLayout, Piece
 
@@ -50,8 +51,8 @@ def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
     """
     found: dict[int, Distribution] = {}
     with _recorded(found):
-        for module in _children_first(model):
-            model._init_weights(module)
+        for owner, _, module in initialised_modules(model):
+            owner._init_weights(module)
     result = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in found:
@@ -62,13 +63,6 @@ def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
             drawn = result[f"{name}.weight"]
             result[f"{name}.weight"] = Distribution(drawn.mean, drawn.std, module.padding_idx)
     return result
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """As transformers walks: a block may draw its children's weights anew (GPT-2 scales its projections)."""
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
 
 
 @contextmanager
