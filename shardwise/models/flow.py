@@ -133,12 +133,12 @@ class Recorder:
         return before, after
 
     def _enter(self, index: int, given: dict[int | str, Any]) -> None:
-        previous = self.values[self.hidden[self.order[-1]]].tensor if self.hidden else None
-        key = next((k for k, v in given.items() if (v is previous if self.order else has_gradient(v))), None)
         source = f"block {self.order[-1]}" if self.order else "the embedding"
+        previous = self.hidden.get(self.order[-1]) if self.order else None
+        key = self._state_key(given, previous)
         if key is None:
             self._break(f"block {index} does not receive what {source} returns")
-        elif previous is not None and previous._version:
+        elif previous is not None and self.values[previous].tensor._version:
             self._break(f"what {source} returns is changed in place before block {index} receives it")
         else:
             self.keys.add(key)
@@ -147,6 +147,14 @@ class Recorder:
             if id(tensor) in self._plain:
                 self._read(self._plain[id(tensor)], index)
         self._entries = {place: [id(t) for t in _tensors(entry)] for place, entry in _entries(given)}
+
+    def _state_key(self, given: dict[int | str, Any], previous: int | None) -> int | str | None:
+        """Which argument is the hidden state ``previous``, or was computed from it by the model (a slice of it)."""
+        found = [key for key, value in given.items() if has_gradient(value)]
+        if previous is None:
+            return found[0] if found else None
+        same = [key for key in found if given[key] is self.values[previous].tensor]
+        return next(iter(same or [key for key in found if previous in self._reached(given[key])[0]]), None)
 
     def _leave(self, index: int, given: dict[int | str, Any], out: Any) -> Any:
         place, length = 0, 0

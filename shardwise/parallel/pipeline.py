@@ -24,15 +24,17 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
 from shardwise.models.calling import call_model
-from shardwise.models.chain import Chain, Value, find_chain
-from shardwise.models.flow import RETURNED, WRITTEN, Place, Shape, filled, tensor_at
+from shardwise.models.chain import Chain, find_chain
+from shardwise.models.flow import RETURNED, WRITTEN, Place, Shape, filled
 from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
 from shardwise.parallel.balance import Balance
+from shardwise.parallel.border import Received, Sent, local_shapes, need_gradients
 from shardwise.parallel.dropout import DropoutStreams
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout
 from shardwise.spec.strategy import Strategy
+from shardwise.tensor.table import ShardingTable
 
 
 class StandIn(nn.Module):
@@ -94,61 +96,6 @@ def _zeros(template: Any, place: Place, values: dict[Place, torch.Tensor], like:
     if not isinstance(template, tuple):
         return None
     return tuple(_zeros(item, (*place, index), values, like) for index, item in enumerate(template))
-
-
-class Received:
-    """What a stage has received for the micro-batch that it computes, by the part that made it.
-
-    ``like`` are the position ids [rows, length] of the micro-batch.
-    """
-
-    def __init__(self, border: Sequence[Value]) -> None:
-        self.border = tuple(border)
-        self.values: dict[Value, torch.Tensor] = {}
-        self.like = torch.empty(0, 0)
-
-    def take(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
-        """``tensors`` came over the border."""
-        self.values = dict(zip(self.border, tensors, strict=True))
-        self.like = like
-
-    def of(self, name: str) -> dict[Place, Any]:
-        """The tensors that the part ``name`` has made."""
-        return {value.place: tensor for value, tensor in self.values.items() if value.module == name}
-
-
-class Sent:
-    """Collects what crosses the border behind a stage, as the parts of the stage make it."""
-
-    def __init__(self, border: Sequence[Value], received: Received) -> None:
-        self.border, self.received = tuple(border), received
-        self.values: dict[Value, torch.Tensor] = {}
-        self._watching = False
-
-    def begin(self, model: nn.Module) -> None:
-        """A pass begins; what is handed through is there already."""
-        self.values = dict(self.received.values)
-        if not self._watching:  # at the first pass: so the hooks see what all others leave of a result
-            self._watching = True
-            for name in sorted({value.module for value in self.border} - {v.module for v in self.received.border}):
-                model.get_submodule(name).register_forward_hook(self._hook(name), with_kwargs=True)
-
-    def take(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the border, as they are sent."""
-        tensors = tuple(self.values[value].contiguous() for value in self.border)
-        self.values = {}
-        return tensors
-
-    def _hook(self, name: str) -> Any:
-        wanted = [value for value in self.border if value.module == name]
-
-        def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            for value in wanted:
-                kind, *place = value.place
-                results = out if kind == RETURNED else dict(enumerate(args)) | kwargs
-                self.values[value] = tensor_at(results, tuple(place))
-
-        return after
 
 
 class _Left(Exception):
@@ -253,11 +200,14 @@ def stage_cuts(strategy: Strategy) -> list[StageCut]:
     ]
 
 
-def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list[tuple[Stage, dict[str, ParamLayout]]]:
+def cut_stages(
+    model: PreTrainedModel, structure: Structure, mesh: Mesh, table: ShardingTable
+) -> list[tuple[Stage, dict[str, ParamLayout]]]:
     """This rank's stages, in the order of the model, and the layout of each of their parameters.
 
     Args:
         model: on meta. The first stage is cut from it, each other one from a copy, which costs no memory.
+        table: by which the stages are to be split along the tensor axis.
 
     Returns:
         For each stage the layouts of its parameters, whole, with their owner among the stages and replicas.
@@ -268,6 +218,7 @@ def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list
     chain = find_chain(model, structure) if len(cuts) > 1 else None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     first_trained = _first_trained(trained, structure, chain, cuts) if chain is not None else 0
+    shapes = local_shapes(model, structure, chain, table, mesh.coordinate("tp")) if chain is not None else {}
     models = [model, *(copy.deepcopy(model) for _ in own[1:])]
     owned = mesh.coordinate("dp_replicate") == 0
     stages = []
@@ -278,26 +229,16 @@ def cut_stages(model: PreTrainedModel, structure: Structure, mesh: Mesh) -> list
             stage = cut_modules(part, structure, chain, cut)
             sent = () if stage.sent is None else stage.sent.border
             stage.grads_at_ends = (
-                _need_gradients(stage.received.border, cut.index > first_trained, trained),
-                _need_gradients(sent, cut.index >= first_trained, trained),
+                need_gradients(stage.received.border, cut.index > first_trained, trained),
+                need_gradients(sent, cut.index >= first_trained, trained),
             )
             stage.shapes_at_ends = (
-                tuple(value.shape for value in stage.received.border),
-                tuple(value.shape for value in sent),
+                tuple(shapes[value] for value in stage.received.border),
+                tuple(shapes[value] for value in sent),
             )
         stage.index, stage.is_last = cut.index, cut.index == len(cuts) - 1
         stages.append((stage, _whole_layouts(part, structure, cut, owned)))
     return stages
-
-
-def _need_gradients(border: Sequence[Value], trains_before: bool, trained: Set[str]) -> tuple[bool, ...]:
-    """Which tensors of a border depend on something that trains."""
-    return tuple(
-        trains_before
-        and value.shape.dtype.is_floating_point
-        and (value.parameters is None or not value.parameters.isdisjoint(trained))
-        for value in border
-    )
 
 
 def _first_trained(trained: Set[str], structure: Structure, chain: Chain, cuts: Sequence[StageCut]) -> int:
