@@ -213,6 +213,8 @@ def _check_blocks(model: nn.Module, structure: Structure, leaves: dict[int, set[
 
 def _check_ends(model: nn.Module, structure: Structure, ahead: set[str], behind: set[str]) -> None:
     """What is used before the blocks and what is used after them are different parameters, and none of a block."""
+    if structure.tied and f"{structure.embedding}.weight" not in dict(model.named_parameters()):
+        raise _refusal(model, f"a module before {structure.embedding} and {structure.head} shares their weight")
     for name in sorted(ahead | behind):
         where = "precedes" if name in ahead else "follows"
         if not _is_parameter(model, name) or name.startswith(f"{structure.blocks}."):
@@ -220,8 +222,6 @@ def _check_ends(model: nn.Module, structure: Structure, ahead: set[str], behind:
     both = sorted(behind & ahead)
     if both:
         raise _refusal(model, f"{both[0]} is used before the first block and after the last")
-    if structure.tied and f"{structure.embedding}.weight" not in dict(model.named_parameters()):
-        raise _refusal(model, f"a module before {structure.embedding} and {structure.head} shares their weight")
 
 
 def _values(
