@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
 from shardwise.models.flow import RETURNED, Place, Recorder, Shape, template_of
+from shardwise.models.origins import Origins
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import Structure, find_structure, text_config
 from shardwise.models.trace import SIZES, fake_forward, hooked, real_forward
 
-Forward = Callable[[nn.Module, tuple[int, int]], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Forward = Callable[[nn.Module, tuple[int, int], Origins], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 # A second pass of other sizes: what depends on them in another way than by being one of them then shows.
 _OTHER_SIZES = (5, 17)
@@ -160,7 +161,7 @@ def record_pass(
                 is_part = name == structure.embedding or any(True for _ in module.parameters(recurse=False))
                 stack.enter_context(hooked(module, None, record.part_hook(name, is_part=is_part)))
         try:
-            logits, state = forward(model, sizes)
+            logits, state = forward(model, sizes, record.origins)
         except Exception as error:  # whatever the architecture does: it cannot be shown to be a chain
             rule = f"its forward cannot be traced ({type(error).__name__}: {error})"
             raise _Untraceable(_refusal(model, rule)) from error

@@ -1,9 +1,9 @@
 """What one pass through a model shows: the values that its parts make, and which parts read them.
 
 The parts are the blocks and what runs before the first of them. Each tensor that a part returns, or writes into a
-container among its arguments, is copied; in autograd's graph the copy marks where a later part takes it up, by
-whatever way. So what a part needs of the earlier ones is found by walking the graph back to these marks.
-Nothing here knows an architecture.
+container among its arguments, is copied; in autograd's graph the copy marks where a later part takes it up. So what a
+part needs of the earlier ones is found by walking the graph back to these marks. What autograd does not follow
+(indices, masks) is followed operation by operation. Nothing here knows an architecture.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.models.origins import Origins
 
 # Where a tensor lies in what a part makes: ("returned", 1) in a tuple, ("written", "shared", "full", 0) in the entry
 # "full" of the container that the part was given as its argument "shared".
@@ -105,8 +107,8 @@ class Recorder:
     written: dict[str, dict[tuple[Any, Any], Any]] = field(default_factory=dict)  # block -> entries that it writes
     calls: dict[str, int] = field(default_factory=dict)  # module before the blocks -> how often it ran
     broken: str | None = None  # the first rule that the pass broke
+    origins: Origins = field(default_factory=Origins)  # entered by whoever runs the pass
     _nodes: dict[Any, int] = field(default_factory=dict)  # node of the graph -> value
-    _plain: dict[int, int] = field(default_factory=dict)  # identity of a tensor without gradient -> value
     _entries: dict[tuple[Any, Any], list[int]] = field(default_factory=dict)  # of the containers given to a block
 
     def part_hook(self, name: str, *, is_part: bool) -> Any:
@@ -143,9 +145,6 @@ class Recorder:
         else:
             self.keys.add(key)
         self.order.append(index)
-        for tensor in _tensors(list(given.values())):
-            if id(tensor) in self._plain:
-                self._read(self._plain[id(tensor)], index)
         self._entries = {place: [id(t) for t in _tensors(entry)] for place, entry in _entries(given)}
 
     def _state_key(self, given: dict[int | str, Any], previous: int | None) -> int | str | None:
@@ -208,22 +207,21 @@ class Recorder:
             return items if isinstance(result, list) else tuple(items)
         if not isinstance(result, torch.Tensor):
             return result
-        made, leaves = self._reached(result) if result.requires_grad else (set[int](), set[int]())
+        made, leaves = self._reached(result)
         copied = result.clone()  # the model may change it in place
         if result.requires_grad:
             self._nodes[copied.grad_fn] = len(self.values)
-        else:
-            self._plain[id(copied)] = len(self.values)
+        self.origins.mark(copied, len(self.values))
         self.values.append(Made(module, place, border, copied, made, leaves))
         return copied
 
     def _reached(self, tensor: torch.Tensor) -> tuple[set[int], set[int]]:
         """The values that ``tensor`` was computed from, up to the first on each way, and the leaves on the ways."""
-        made: set[int] = set()
+        made = set(self.origins.of(tensor))
         leaves: set[int] = set()
         seen, waiting = set(), [tensor.grad_fn]
         if tensor.grad_fn is None:
-            return made, {id(tensor)}
+            return made, {id(tensor)} if tensor.requires_grad else set()
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:

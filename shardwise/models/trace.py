@@ -6,7 +6,7 @@ The model may be on meta. Where it asks for numbers in its forward (routers do),
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ class _Called(nn.Module):
         return call_model(self.model, input_ids, position_ids)
 
 
-def fake_forward(model: nn.Module, sizes: tuple[int, int] = SIZES) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def fake_forward(
+    model: nn.Module, sizes: tuple[int, int] = SIZES, within: AbstractContextManager[Any] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The logits of ``model`` on fake tensors, and the fake leaves that stood for its parameters and buffers.
 
-    ``sizes`` are the rows and the length of the pass. Hooks of the model's modules run. Whatever the model raises is
-    passed on.
+    ``sizes`` are the rows and the length of the pass, which runs inside ``within``. Hooks of the modules run.
+    Whatever the model raises is passed on.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _traceable_experts(model):
         state = {}
@@ -42,13 +44,16 @@ def fake_forward(model: nn.Module, sizes: tuple[int, int] = SIZES) -> tuple[torc
             fake = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
             state[name] = fake.requires_grad_(isinstance(tensor, nn.Parameter) and tensor.is_floating_point())
         given = {f"model.{name}": tensor for name, tensor in state.items()}
-        logits: torch.Tensor = torch.func.functional_call(_Called(model), given, _inputs(sizes))
+        with within or nullcontext():
+            logits: torch.Tensor = torch.func.functional_call(_Called(model), given, _inputs(sizes))
     return logits, state
 
 
-def real_forward(model: nn.Module, sizes: tuple[int, int] = SIZES) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def real_forward(
+    model: nn.Module, sizes: tuple[int, int] = SIZES, within: AbstractContextManager[Any] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same with the numbers of ``model``, which is on the CPU."""
-    with torch.enable_grad():
+    with torch.enable_grad(), within or nullcontext():
         return call_model(model, *_inputs(sizes)), dict(model.named_parameters())
 
 

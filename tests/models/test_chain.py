@@ -72,6 +72,8 @@ class Custom(nn.Module):
                 x *= 1.5
             if self.extra == "between":
                 x = x * 1.5
+        if self.extra == "mask":
+            x = x * (start > 0)
         return self.head(self.norm(x + start if self.extra == "skip" else x))
 
 
@@ -115,8 +117,14 @@ def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{"extra": "skip"}, {"extra": "between"}, {"extra": "own scale"}, {"order": (0,)}],
-    ids=["the head reads the embedding", "between blocks", "a weight of the model itself", "a block that never runs"],
+    [{"extra": "skip"}, {"extra": "mask"}, {"extra": "between"}, {"extra": "own scale"}, {"order": (0,)}],
+    ids=[
+        "the head reads the embedding",
+        "without a gradient",
+        "between",
+        "a weight of the model",
+        "a block never runs",
+    ],
 )
 def test_what_flows_past_a_block_is_handed_over(options: dict[str, Any]) -> None:
     build = custom(**options)
