@@ -176,11 +176,20 @@ class Stage(nn.Module):
             call_model(self.model, input_ids, position_ids)
         self.received.values = {}
         sent = self.sent.take()
-        for value, tensor, shape in zip(self.sent.border, sent, self.shapes_at_ends[1], strict=False):
-            if (tuple(tensor.shape), tensor.dtype) != (shape.of(*position_ids.shape), shape.dtype):
-                rule = f"{value.module} made {tuple(tensor.shape)} of {tensor.dtype}, and {shape} was proven"
-                raise PlanError("strategy.pp above 1", rule, "Use pp=1")
+        shapes = self.shapes_at_ends[1]
+        if shapes:
+            pairs = zip(sent, shapes, strict=True)
+            sent = tuple(_proven(tensor, shape, position_ids) for tensor, shape in pairs)
         return sent[0] if len(sent) == 1 else sent
+
+
+def _proven(tensor: torch.Tensor, shape: Shape, position_ids: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as the next stage expects it: FSDP may have made its input, and so the tensor, coarser."""
+    sizes = shape.of(*position_ids.shape)
+    if tuple(tensor.shape) != sizes or torch.promote_types(tensor.dtype, shape.dtype) != shape.dtype:
+        rule = f"{tuple(tensor.shape)} of {tensor.dtype} is to cross a border, and {sizes} of {shape.dtype} was proven"
+        raise PlanError("strategy.pp above 1", rule, "Use pp=1")
+    return tensor.to(shape.dtype)
 
 
 @dataclass(frozen=True)

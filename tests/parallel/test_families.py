@@ -47,6 +47,7 @@ def _table() -> list[tuple[str, str]]:
     few = ("pp2", "dp_shard2", "tp2", "tp2-pp2")
     rows = [(name, layout) for name in MAIN for layout in (LAYOUTS if name in every else few)]
     rows += [("gemma3n_text", layout) for layout in ("pp2", "tp2-pp2")]
+    rows += [("deepseek_v3", "dp_shard2")]  # what is frozen among what trains
     return rows + [(name, layout) for name in OTHERS for layout in ("pp2", "tp2")]
 
 
