@@ -96,7 +96,8 @@ def amount_bytes(amount: Amount, layout: Layout, work: Work) -> Any:
     spread = layout.tp if layout.sequence_parallel else 1
     # Experts that no tensor rank cuts have the tokens shared out over the ranks instead.
     routed = amount.routed * size / (1 if layout.expert_tensor else layout.tp)
-    return tokens * (split / layout.tp + whole / spread + amount.expert * size / layout.tp + routed)
+    expert = amount.expert * size + amount.expert_bytes
+    return tokens * (split / layout.tp + whole / spread + expert / layout.tp + routed)
 
 
 def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Terms:

@@ -25,6 +25,7 @@ _CHIPS = (
     ("910b4", "ascend-910b4"),
     ("910b", "ascend-910b2"),
     ("910c", "ascend-910c"),
+    ("ascend ?910", "ascend-910a"),
     ("h100.*96", "h100-96gb-500w"),
     ("gh200", "gh200"),
     ("gb300", "gb300"),
@@ -85,7 +86,7 @@ def read_run(row: Row) -> Run:
     if dp < 1:
         raise SkippedRow(f"{row.get('num_devices')} devices are fewer than tp x pp x cp = {tp * pp * cp}")
     software = software_of(row)
-    precision = _precision(row.get("precision", ""))
+    precision = _precision(row)
     shape = _shape(row)
     costs = model_costs(shape, sorted({1, tp}))
     if "lora" in row.get("train_type", "").lower():
@@ -101,6 +102,8 @@ def read_run(row: Row) -> Run:
     if layout.num_micro_batches < pp:
         layout = replace(layout, schedule="gpipe", virtual_stages=1, **_stages(row, pp, shape.num_blocks, 1))
     cluster = _cluster(row, software.stack)
+    if not row.get("precision") and precision not in cluster.chip.peak_flops:
+        precision = "fp16"
     if precision not in cluster.chip.peak_flops:
         raise SkippedRow(f"{cluster.chip.name} has {', '.join(cluster.chip.peak_flops)}, and no {precision}")
     return Run(
@@ -234,7 +237,7 @@ def _stages(row: Row, pp: int, num_blocks: int, virtual: int) -> dict[str, Any]:
     elif num_blocks % (pp * virtual) and (num_blocks + 2) % (pp * virtual) == 0:
         even = (num_blocks + 2) // (pp * virtual)  # the ends count as a block each
         stages = (even - 1, *(even,) * (pp * virtual - 2), even - 1)
-    level, number = _recompute(row.get("recompute", ""))
+    level, number = _recompute(row.get("recompute", ""), row.get("flash_attn") == "0")
     recomputed: tuple[int, ...] = ()
     if isinstance(number, tuple):
         recomputed = tuple(min(a, b) for a, b in zip(number, stages, strict=False))
@@ -244,7 +247,7 @@ def _stages(row: Row, pp: int, num_blocks: int, virtual: int) -> dict[str, Any]:
     return {"stages": stages, "recompute": level, "recomputed": recomputed}
 
 
-def _recompute(text: str) -> tuple[RecomputeLevel, int | tuple[int, ...] | None]:
+def _recompute(text: str, eager: bool) -> tuple[RecomputeLevel, int | tuple[int, ...] | None]:
     """Level, and how many first blocks of a stage (None: all; a tuple: of each stage)."""
     text = text.strip().lower()
     block, layers = re.search(r"full/block/(\d+)", text), re.search(r"layers=\[([\d,\s]+)\]", text)
@@ -254,7 +257,8 @@ def _recompute(text: str) -> tuple[RecomputeLevel, int | tuple[int, ...] | None]
         return "full", int(block[1])
     if text.startswith("full"):
         return "full", None
-    return ("selective", None) if text.startswith("selective") else ("none", None)
+    # Megatron's kind computes the core of attention again, which a fused kernel does anyway.
+    return ("selective", None) if text.startswith("selective") and (eager or "op" in text) else ("none", None)
 
 
 def _sharded(row: Row, layout: Layout) -> Layout:
@@ -276,7 +280,7 @@ def _sharded(row: Row, layout: Layout) -> Layout:
 
 
 def _cluster(row: Row, stack: str) -> ClusterSpec:
-    chip = row.get("chip", "").lower()
+    chip = f"{row.get('chip', '')} {row.get('mem_gb_per_device', '')}".lower()
     name = next((name for pattern, name in _CHIPS if re.search(pattern, chip)), None)
     if name is None:
         raise SkippedRow(f"no profile for the chip {row.get('chip')!r}")
@@ -312,8 +316,12 @@ def _memory(row: Row) -> float | None:
     return gib * 2**30 if gib else None
 
 
-def _precision(text: str) -> str:
-    text = text.lower()
+def _precision(row: Row) -> str:
+    """By its name; the containers that Megatron runs in let fp32 products use TF32, plain torch does not."""
+    text = row.get("precision", "").lower()
+    framework = row.get("framework", "").lower()
+    if "tf32" in text or ("fp32" in text and "megatron" in framework):
+        return "tf32"
     for word, name in (("fp4", "fp4"), ("fp8", "fp8"), ("float8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16")):
         if word in text:
             return name

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.planner.layout import Work
 
-_PRECISION_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
+_PRECISION_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Software:
         """The work of a run in a precision."""
         size = _PRECISION_BYTES[precision]
         values: dict[str, Any] = {"compute_bytes": size, "weight_bytes": size, "sent_weight_bytes": size}
-        if precision == "fp32":
+        if size == 4.0:
             values |= {"optimizer_bytes": 8.0, "traffic_bytes": 28.0}
         return Work(sequence=sequence, precision=precision, **{**values, **self.fields})
 
@@ -31,18 +31,20 @@ class Software:
 def software_of(row: Mapping[str, str]) -> Software:
     """By the column ``framework`` and the options of a row."""
     framework, options = row.get("framework", "").lower(), row.get("other_opts", "")
-    half = "bf16" not in row.get("precision", "").lower()
+    precision = row.get("precision", "").lower()
+    half, whole = "fp16" in precision and "bf16" not in precision, "32" in precision
     if "mindspeed" in framework:
         return Software("mindspeed", _mindspeed(options, half))
     if "mindformers" in framework or "mindspore" in framework:
         # Parameters and their optimizer state are fp32, cast for the products.
         return Software("mindformers", {"overlap_data": False})
     if "deepspeed" in framework and "megatron" in framework:
-        sent = {"sent_gradient_bytes": 2.0, "gradient_bytes": 2.0, "accumulation_bytes": 6.0}
         stack = "deepspeed-pipeline" if "pp from deepspeed" in framework else "megatron-deepspeed"
-        if not half:  # weights' gradients in bf16, summed in fp32
-            sent |= {"gradient_bytes": 6.0, "accumulation_bytes": 12.0, "sent_gradient_bytes": 4.0}
-        return Software(stack, {"overlap_data": False, **sent})
+        if half:
+            kept = {"gradient_bytes": 2.0, "sent_gradient_bytes": 2.0, "accumulation_bytes": 6.0}
+        else:  # weights' gradients in bf16, summed in fp32
+            kept = {} if whole else {"gradient_bytes": 6.0, "accumulation_bytes": 12.0}
+        return Software(stack, {"overlap_data": False, **kept})
     if "deepspeed" in framework:
         fields = {"gradient_bytes": 2.0, "sent_gradient_bytes": 2.0}
         if "offload" in row.get("zero_stage_or_fsdp", "").lower():
@@ -51,7 +53,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     if "fsdp" in framework or "composer" in framework or "titan" in framework:
         pure = "PURE" in row.get("zero_stage_or_fsdp", "")
         fields = {"weight_bytes": 4.0, "optimizer_bytes": 8.0, "sent_gradient_bytes": 2.0 if pure else 4.0}
-        stack = "torchtitan" if "titan" in framework or "fsdp2" in framework else "fsdp"
+        named = (("composer", "composer"), ("titan", "torchtitan"), ("fsdp2", "torchtitan"))
+        stack = next((stack for word, stack in named if word in framework), "fsdp")
         return Software(stack, {**fields, "accumulation_bytes": 4.0})
     old = "2021" in framework or "alpa" in framework
     fields = {"overlap_data": not old and "no comm overlap" not in options and "no p2p" not in options}

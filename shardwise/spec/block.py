@@ -82,6 +82,7 @@ class Amount:
     split_growing: float = 0.0
     split_growing_bytes: float = 0.0
     expert: float = 0.0
+    expert_bytes: float = 0.0
     routed: float = 0.0
 
     def __add__(self, other: Amount) -> Amount:

@@ -120,3 +120,19 @@ def test_a_file_that_is_no_table(tmp_path: Path, text: str | None, rule: str) ->
         file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=rule):
         read_rows(file)
+
+
+def test_words_for_a_precision() -> None:
+    def chosen(**change: str) -> tuple[str, float, float]:
+        work = read_run(ROW | change).work
+        return work.precision, work.compute_bytes, work.sent_gradient_bytes
+
+    assert chosen(precision="amp_bf16") == ("bf16", 2, 4)
+    assert chosen(precision="fp16 (not stated)", framework="Megatron-DeepSpeed") == ("fp16", 2, 2)
+    assert chosen(precision="fp32") == ("fp32", 4, 4)
+    assert chosen(precision="fp32", framework="Megatron-LM") == ("tf32", 4, 4)
+    assert chosen(chip="Ascend 910") == ("fp16", 2, 4)
+
+
+def test_a_chip_with_less_memory() -> None:
+    assert read_run(ROW | {"chip": "A100", "mem_gb_per_device": "40"}).cluster.chip.name == "a100-40gb"
