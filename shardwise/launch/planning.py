@@ -94,7 +94,9 @@ def fixed_fields(run: RunConfig) -> dict[str, Any]:
 
 
 def default_precision(cluster: ClusterSpec) -> str:
-    """bf16 where the chip has it, else fp16, else fp32."""
+    """fp32 on CPUs, else bf16 where the chip has it, else fp16."""
+    if device_type(cluster) == "cpu":
+        return "fp32"
     return next(name for name in ("bf16", "fp16", "fp32") if name in cluster.chip.peak_flops)
 
 

@@ -112,6 +112,9 @@ def simulate_schedule(
     else:
         before = simulate(_lists(schedule, num_ranks, simulated - num_ranks, virtual_stages), forward, backward, send)
         per_round = [a - b for a, b in zip(short.finish, before.finish, strict=True)]
+    # Once full, no round is shorter than the slowest rank's work; what has not settled yet may look so.
+    least = num_ranks * max(short.busy) / simulated
+    per_round = [max(more, least) for more in per_round]
     return Timeline(
         finish=tuple(a + rounds * more for a, more in zip(short.finish, per_round, strict=True)),
         busy=tuple(busy * num_micro_batches / simulated for busy in short.busy),
