@@ -276,6 +276,7 @@ COMMANDS: dict[str, Check] = {
     "train.global_batch_size=64 data.max_length=2048": plans_a_model,
     "shardwise plan --model llama2-7b --cluster a100-80gb --devices 8 --memory 40GiB --top 3 --json": plans_a_model,
     "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 8 --explain": plans_a_model,
+    "shardwise train run.yaml cluster=cpu devices=4": is_valid_run,
     "shardwise model show DIR": shows_a_model,
     "shardwise model show DIR --tp 2 --json": shows_a_model,
 }

@@ -17,6 +17,7 @@ from shardwise.planner.known import costs_of, known_models
 from shardwise.planner.layout import Work
 from shardwise.spec.aliases import translate
 from shardwise.spec.cluster import ClusterSpec, load_cluster
+from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
@@ -45,7 +46,7 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
     model, costs = costs_of(_source(run, environ))
     cluster = find_cluster(run.cluster)
-    sequence = run.data.max_length or min(_MOST_TOKENS, model.max_position_embeddings)
+    sequence = sequence_of(run, model)
     work = work_of(sequence, run.train.precision or default_precision(cluster))
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
     limit = 0.0 if memory is None else parse_bytes("--memory", memory)
@@ -85,6 +86,11 @@ def find_cluster(name: str) -> ClusterSpec:
     if not isinstance(data, dict):
         raise ConfigError(f"cluster = {name!r}", "holds no profile", "Give a profile's name or file")
     return ClusterSpec.from_json(data)
+
+
+def sequence_of(run: RunConfig, model: ModelSpec) -> int:
+    """Tokens of a row to plan for."""
+    return run.data.max_length or min(_MOST_TOKENS, model.max_position_embeddings)
 
 
 def fixed_fields(run: RunConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
 from shardwise.spec.filled import filled_keys
-from shardwise.spec.model import check_weights, read_model
+from shardwise.spec.model import ModelSpec, check_weights, read_model
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
 from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
@@ -75,6 +75,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
         check_output(run, folder, nodes)
     if command in ("train", "script"):
         check_trackers(run)
+    run = _planned(run, model, folder, device, local * nodes.count)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
@@ -91,6 +92,15 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     for note in notes:
         say(note)
     return filled, plan
+
+
+def _planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> RunConfig:
+    """The run with the best plan's strategy where it names its cluster; the planner is loaded for such a run only."""
+    if run.cluster is None:
+        return run
+    from shardwise.launch.automatic import with_planned
+
+    return with_planned(run, model, folder, device, local_devices)
 
 
 def locate_tokenizer(run: RunConfig) -> RunConfig:

@@ -18,10 +18,11 @@ _ROWS, _SHARE, _STEPS = "train.global_batch_size", "strategy.micro_batch_size", 
 _STAGES = ("strategy.virtual_stages", "strategy.stages")
 _LAYOUT = ("devices", *_DEGREES, *_STAGES, "strategy.reshard", _SHARE, _ROWS)
 _BATCH = (_ROWS, _SHARE)
+PLANNED = tuple(f"strategy.{name}" for name in ("schedule", "recompute", "sequence_parallel", "cp", "ep"))
 
 # (keys, what is filled in from them): an override of one of the first makes the second void.
 _FOLLOWS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("devices", *_DEGREES, "strategy.dp", "strategy.stages", "model", "device", "nnodes"), _LAYOUT),
+    (("devices", *_DEGREES, "strategy.dp", "strategy.stages", "model", "device", "nnodes"), (*_LAYOUT, *PLANNED)),
     (("strategy.schedule", "strategy.virtual_stages"), _STAGES),
     ((*_BATCH, _STEPS), _BATCH),
     (("train.max_steps",), ("train.epochs",)),

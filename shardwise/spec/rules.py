@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "save.best": ("no",),
     "save.async": (False,),
     "restarts": (0,),
-    "cluster": (None,),
 }
 
 

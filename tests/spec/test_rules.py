@@ -36,7 +36,6 @@ NOT_BUILT = [
     "save.best=eval_loss",
     "save.async=true",
     "restarts=1",
-    "cluster=atlas",
 ]
 
 

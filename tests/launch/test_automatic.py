@@ -1,0 +1,69 @@
+"""A run that names its cluster and leaves its strategy open is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import apply_overrides, load_yaml
+from shardwise.errors import ConfigError, PlanError
+from shardwise.launch.resolve import prepare
+from shardwise.spec.filled import without_stale
+from shardwise.spec.plan import Plan
+from shardwise.spec.run import RunConfig, dump_run
+from tests.spec.model_folder import make_folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("automatic")
+    make_folder(folder / "tiny")
+    (folder / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    return folder
+
+
+def planned(root: Path, *overrides: str) -> tuple[RunConfig, Plan]:
+    base: dict[str, Any] = {"model": str(root / "tiny"), "data": {"train": str(root / "rows.jsonl")}, "device": "cpu"}
+    base |= {"output_dir": str(root / "out"), "cluster": "cpu"}
+    return prepare(apply_overrides(base, overrides))
+
+
+@pytest.mark.parametrize("devices", [3, 4, 5, 6, 7])
+def test_a_plan_is_legal_on_any_number_of_devices(root: Path, devices: int) -> None:
+    run, plan = planned(root, f"devices={devices}", "train.global_batch_size=24")
+    assert plan.devices == run.devices <= devices
+    assert plan.strategy.tp != 3
+    assert plan.global_batch_size == 24
+
+
+def test_given_fields_stay_and_the_rest_is_said(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = planned(root, "devices=4", "tp=2", "recompute=full")
+    assert (plan.strategy.tp, plan.strategy.recompute) == (2, -1)
+    said = capsys.readouterr().err
+    assert "planned: " in said
+    assert "predicted: " in said
+    assert "why: " in said
+
+
+def test_a_planned_run_resolves_to_itself_and_can_be_planned_anew(root: Path) -> None:
+    run, plan = planned(root, "devices=4")
+    path = root / "run.yaml"
+    path.write_text(dump_run(run))
+    again, same = prepare(load_yaml(path))
+    assert same == plan
+    assert again.strategy == run.strategy
+    other = apply_overrides(without_stale(load_yaml(path), ["strategy.pp"]), ["pp=2"])
+    assert prepare(other)[1].strategy.pp == 2
+
+
+def test_what_cannot_be_planned_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match="is a profile of cuda devices, and the run is on cpu"):
+        planned(root, "cluster=a100-40gb")
+    with pytest.raises(ConfigError, match="there is no such profile"):
+        planned(root, "cluster=atlas")
+    with pytest.raises(PlanError, match="does not divide the 4 attention heads"):
+        planned(root, "devices=3", "tp=3")
+    with pytest.raises(ConfigError, match="the batch would depend on the plan"):
+        planned(root, "train.gradient_accumulation_steps=2", "micro_batch_size=1")
