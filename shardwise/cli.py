@@ -185,12 +185,14 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     top: Annotated[int, typer.Option(min=1, help="number of plans to show")] = 5,
     output: Annotated[Path, typer.Option(help="where the best plan is written")] = Path("plan.json"),
     explain: Annotated[bool, typer.Option("--explain", help="every term, rejection, and what would change it")] = False,
+    html: Annotated[Path | None, typer.Option(help="a page with plots to write")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Find the fastest split of a model over devices that need not be here, and say why."""
-    from shardwise.launch.planning import make_job, save_plan
+    from shardwise.launch.planning import make_job, save_page, save_plan
     from shardwise.planner.explain import answer, what_would_change
     from shardwise.planner.search import search
+    from shardwise.report.plan_page import plan_page
     from shardwise.report.plans import show_plans, show_reasons
     from shardwise.report.results import print_json, results_console
 
@@ -205,6 +207,8 @@ def plan_run(  # noqa: PLR0913  a parameter an option
         show_plans(job, found, console)
         if explain:
             show_reasons(job, found, changes, console)
+    if html is not None:
+        save_page(plan_page(job, found), html)
     print(save_plan(job, found, output), file=sys.stderr)
 
 

@@ -133,6 +133,19 @@ def save_plan(job: Job, found: Found, path: Path) -> str:
     return f"wrote {path}: {plan.strategy}"
 
 
+def save_page(text: str, path: Path) -> None:
+    """Write a page.
+
+    Raises:
+        ConfigError: the path cannot be written to.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written to ({error.strerror})"
+        raise ConfigError(f"--html {path}", rule, "Name another file") from None
+
+
 def runnable_plan(job: Job, found: Found) -> Plan | None:
     """The best plan that the runtime can execute, as it reads it; None if none was found."""
     best = next((plan.candidate for plan in found.plans if not plan.not_runnable), None)

@@ -184,6 +184,7 @@ class Found:
     Args:
         considered: candidates that were looked at, ``refined`` of them stage by stage.
         bound_seconds: no legal candidate that was not refined can be faster than this.
+        points: bytes and seconds of candidates that fit, by the quick formulas.
     """
 
     plans: tuple[Planned, ...]
@@ -191,6 +192,7 @@ class Found:
     considered: int
     refined: int
     bound_seconds: float
+    points: tuple[tuple[float, float], ...] = ()
 
 
 def without(job: Job, *names: str) -> Job:

@@ -48,7 +48,8 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
     if not plans:
         raise _no_plan(job, sweep)
     rejected = tuple(sweep.rejected.values())
-    return Found(tuple(plans), rejected, sweep.considered, refined, min(bound, plans[0].step_seconds))
+    bound = min(bound, plans[0].step_seconds)
+    return Found(tuple(plans), rejected, sweep.considered, refined, bound, tuple(sweep.points))
 
 
 def _cells(columns: Columns) -> Columns:
@@ -74,9 +75,11 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
             if index in done:
                 continue
             done.add(index)
-            plan, _ = refine(job, candidate_of(job, columns, index))
+            plan, need = refine(job, candidate_of(job, columns, index))
             if plan is not None:
                 own.append(replace(plan, not_runnable=not_runnable(plan.candidate)))
+            else:
+                sweep.refused_need = min(sweep.refused_need, need)
         plans += own
     left = np.ones(len(sweep.pool), dtype=bool)
     left[list(done)] = False
@@ -98,7 +101,7 @@ def _no_plan(job: Job, sweep: Sweep) -> PlanError:
     """The least need of any candidate, and the cheapest change under which one fits."""
     given = ", ".join(f"{name} = {value}" for name, value in job.fixed.items())
     value = f"{job.costs.name} on {job.devices} {job.cluster.name}" + (f" with {given}" if given else "")
-    need = sweep.need
+    need = sweep.need if sweep.need > job.limit_bytes else sweep.refused_need
     if not np.isfinite(need):
         reasons = sweep.rejected.values()
         rules = "; ".join(f"{one.rule}: {one.detail}" if one.detail else one.rule for one in reasons)

@@ -18,6 +18,7 @@ from shardwise.units import format_bytes
 
 REFINED = 24  # candidates that are looked at stage by stage, at least
 _FIRST, _GROWTH, _MOST = 500, 4, 20_000  # rows of a group in the first round, and how the number grows
+_POINTS = 1500  # candidates whose memory and time are kept to be drawn
 _SELECTIVE = RECOMPUTE_LEVELS.index("selective")
 
 
@@ -33,14 +34,19 @@ class Sweep:
         self.rejected: dict[tuple[str, str], Rejection] = {}
         self.considered = 0
         self.need = float("inf")
+        self.refused_need = float("inf")  # of candidates that seemed to fit, stage by stage
         self.bound = float("inf")  # of the rows that were not judged
+        self.points: list[tuple[float, float]] = []
         self._cuts = {False: float("inf"), True: float("inf")}  # a guess that is among the best, of all, of runnable
         self._nearest: tuple[float, dict[str, Any]] = (float("inf"), {})
         self._over = 0
-        self.forget()
+        self.pool = Screened({name: np.zeros(0) for name in _names()})
 
     def forget(self) -> None:
-        """Empty the pool: its rows were looked at."""
+        """Empty the pool: its rows were looked at. Memory and time of some, the fastest first, stay as ``points``."""
+        columns = self.pool.columns
+        best = np.argsort(columns["seconds"], kind="stable")[:_POINTS]
+        self.points += zip(columns["need"][best].tolist(), columns["seconds"][best].tolist(), strict=True)
         self.pool = Screened({name: np.zeros(0) for name in _names()})
 
     def run(self, space: Space) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -57,6 +58,16 @@ def test_the_page_says_why_and_what_would_change() -> None:
         assert words in text
 
 
+def test_the_page_needs_nothing_else_and_draws_every_pass() -> None:
+    shardwise("--html", "plan.html", "pp=2", "dp=1", "tp=1", "micro_batch_size=2", "train.global_batch_size=16")
+    page = Path("plan.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 3
+    assert not any(word in page for word in ("http", "<script", "<link", "src="))
+    ElementTree.fromstring(page.replace("<!doctype html>", "").replace('<meta charset="utf-8">', ""))
+    forward, backward = (page.count(f"<title>{kind} of micro-batch 0,") for kind in ("forward", "backward"))
+    assert forward == backward >= 2
+
+
 def test_a_profile_of_ones_own(tmp_path: Path) -> None:
     profile = load_cluster("a100-40gb").to_json()
     (tmp_path / "own.json").write_text(json.dumps(profile | {"name": "own"}))
@@ -74,6 +85,7 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         (["--cluster", "none.json"], "cannot be read"),
         (["--model", "qwen4-0.6b"], "Did you mean the well-known qwen3-0.6b?"),
         (["strategy.micro_batch=2"], "unknown key. Did you mean strategy.micro_batch_size?"),
+        (["--html", "none/page.html"], "cannot be written to"),
         (["--output", "other.txt"], "is there, and is no plan"),
         (["sequence_parallel=true", "tp=1"], "strategy.tp is 1"),
     ],
