@@ -17,6 +17,7 @@ from typing import Any, cast, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.launch.compiler import check_compiler
+from shardwise.launch.describing import model_of
 from shardwise.launch.hub import locate_model
 from shardwise.launch.lock import claim
 from shardwise.launch.nodes import local_processes, nodes_of
@@ -25,7 +26,7 @@ from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
 from shardwise.spec.filled import filled_keys
-from shardwise.spec.model import check_weights, read_model
+from shardwise.spec.model import check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
 from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
@@ -65,7 +66,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     is_check = command == "check"  # it reads no weights, and runs on the CPU
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
-    model = read_model(folder)
+    model = model_of(folder, os.environ)
     if run.model_init == "pretrained" and (model.has_weights or not is_check):
         check_weights(folder, model)
     device, local = _devices(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)

@@ -3,13 +3,15 @@
 A parameter is drawn in chunks of 1,024 rows, each by its own counter-based generator (Philox), keyed by
 (seed, name, chunk). A rank draws the chunks that its pieces touch and keeps its part, so every layout
 starts from the same bits. The distribution is the one that the model's own ``_init_weights`` asks for:
-it is run on meta tensors, and what it calls is recorded.
+it is run on meta tensors, and what it calls is recorded. Small parameters that it computes by a formula of its own
+(the decay rates of Mamba) are computed so, whole, on every rank.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,34 +26,41 @@ from shardwise.models.shard import Shard
 from shardwise.spec.layout import ParamLayout, Piece
 
 ROWS_PER_CHUNK = 1024
+_MOST_COMPUTED = 2**24  # elements of a module's parameters that every rank computes whole
 
 
 @dataclass(frozen=True)
 class Distribution:
     """``normal(mean, std)``, ``uniform(mean - bound, mean + bound)`` or a constant.
 
-    ``zero_row`` is the padding row of an embedding.
+    ``zero_row`` is the padding row of an embedding. ``values``: the whole parameter, in the place of a distribution.
     """
 
     mean: float
     std: float
     zero_row: int | None = None
     bound: float = 0.0
+    values: np.ndarray | None = None
 
 
-def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
+def distributions(model: PreTrainedModel, seed: int = 0) -> dict[str, Distribution]:
     """Parameter name -> distribution, as the model's ``_init_weights`` would draw it.
 
     Args:
         model: on the meta device, before any split. Its parameters are not changed.
+        seed: of what the model draws by a formula of its own.
 
     Raises:
-        PlanError: a parameter whose initialisation is neither normal nor constant.
+        PlanError: a parameter whose initialisation is neither normal nor constant nor small.
     """
     found: dict[int, Distribution] = {}
     with _recorded(found):
         for module in _children_first(model):
             model._init_weights(module)
+    for name, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if any(id(parameter) not in found for parameter in own):
+            found |= _computed(model, module, name, seed, found)
     result = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in found:
@@ -62,6 +71,30 @@ def distributions(model: PreTrainedModel) -> dict[str, Distribution]:
             drawn = result[f"{name}.weight"]
             result[f"{name}.weight"] = Distribution(drawn.mean, drawn.std, module.padding_idx)
     return result
+
+
+def _computed(
+    model: PreTrainedModel, module: nn.Module, name: str, seed: int, found: Mapping[int, Distribution]
+) -> dict[int, Distribution]:
+    """The values of those parameters of ``module`` that its initialisation computes, from a copy of it on the CPU."""
+    missing = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in found}
+    if sum(parameter.numel() for parameter in missing.values()) > _MOST_COMPUTED:
+        return {}
+    real = copy.copy(module)
+    real._parameters = {
+        key: nn.Parameter(torch.full(p.shape, float("nan"))) if key in missing else p
+        for key, p in module._parameters.items()
+    }
+    number = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(number, "little"))
+        model._init_weights(real)
+    values = {key: real._parameters[key].detach() for key in missing}
+    return {
+        id(missing[key]): Distribution(0.0, 0.0, values=value.float().numpy())
+        for key, value in values.items()
+        if bool(value.isfinite().all())
+    }
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -141,6 +174,9 @@ def fill_random(shards: Iterable[Shard], dists: dict[str, Distribution], seed: i
 def _fill(out: torch.Tensor, piece: Piece, layout: ParamLayout, dist: Distribution, seed: int) -> None:
     """Fill ``out``, the elements of ``piece``."""
     start, stop = piece.whole[0]
+    if dist.values is not None:
+        out.copy_(torch.from_numpy(np.ascontiguousarray(dist.values[piece.whole_slices])))
+        return
     if len(layout.shape) > 2:  # stacked experts: each is drawn by itself
         for index in range(start, stop):
             part = draw(layout.shape[1:], piece.whole[1], f"{layout.source}/{index}", seed, dist)
