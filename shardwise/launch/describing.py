@@ -17,7 +17,8 @@ from typing import Any
 import shardwise.errors
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.log import say
-from shardwise.spec.described import SIZES, DescriptionCache, description_folder
+from shardwise.spec.block import ModelCosts
+from shardwise.spec.described import COSTS, SIZES, DescriptionCache, description_folder
 from shardwise.spec.model import ModelSpec, has_weights, hash_of, read_config, read_model
 
 CHILD = "shardwise.launch.describe"
@@ -49,6 +50,19 @@ def described_in_child(folder: Path, environ: Mapping[str, str]) -> ModelSpec:
     """The specification from the model's modules; takes the seconds that importing transformers takes."""
     say(f"{folder / 'config.json'} leaves sizes to the model's class: building it once to see them")
     return ModelSpec.from_json(run_child([str(folder)], environ))
+
+
+def costs_of(folder: Path, environ: Mapping[str, str]) -> ModelCosts:
+    """What the model in ``folder`` costs, by kind of block: known from before, or found in a child within a minute.
+
+    Raises:
+        ShardwiseError: as :func:`run_child`.
+    """
+    known = DescriptionCache(description_folder(environ)).find(hash_of(read_config(folder / "config.json")[1]), COSTS)
+    if known is None:
+        say(f"{folder}: finding out what its blocks cost, once")
+        known = run_child([str(folder), "--costs"], environ)
+    return ModelCosts.from_json(known)
 
 
 def run_child(arguments: list[str], environ: Mapping[str, str]) -> dict[str, Any]:

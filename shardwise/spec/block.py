@@ -67,7 +67,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Amount:
-    """A number of bytes for each token of a micro-batch.
+    """What each token of a micro-batch takes: memory to keep, or memory traffic.
 
     Elements are in the compute precision (2 or 4 bytes each), ``*_bytes`` do not depend on it (masks, fp32 copies,
     indices); ``*_growing`` are elements for each token and each position of its row (score matrices). ``expert`` are
@@ -152,6 +152,7 @@ class PartCosts:
         operators: kernels of a forward pass that are started one after the other.
         degrees: every tensor degree from 1 that was looked at, legal or not.
         passes: times that a forward pass runs through this part (a block that is used twice).
+        dispatched: elements for each token that are sent to its routed experts, and come back (k times the width).
     """
 
     name: str
@@ -165,6 +166,7 @@ class PartCosts:
     operators: int = 0
     degrees: tuple[TensorSplit, ...] = (TensorSplit(1),)
     passes: float = 1.0
+    dispatched: float = 0.0
 
     def degree(self, tp: int) -> TensorSplit:
         """The split at a degree.

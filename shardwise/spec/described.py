@@ -18,7 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-SIZES = "sizes"  # the kind of description that holds a ModelSpec
+# The kinds of description: a ModelSpec, and ModelCosts.
+SIZES, COSTS = "sizes", "costs"
 _ROOMS = ("check", "models", "parallel", "spec", "tensor")  # the code that describes
 
 
