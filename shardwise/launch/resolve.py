@@ -26,6 +26,7 @@ from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
 from shardwise.spec.filled import filled_keys
+from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
@@ -43,7 +44,7 @@ _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _INPUT_KEYS = ("tokenizer", "chat_template", "data.train", "data.eval")
-_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir")
+_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir", "strategy.plan")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
@@ -76,6 +77,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
         check_output(run, folder, nodes)
     if command in ("train", "script"):
         check_trackers(run)
+    run, table = with_given_plan(run, model)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
@@ -86,7 +88,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
-    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
+    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device, table)
     if command == "train" and not nodes.rank:
         check_resume(filled, plan, checkpoints_now(local_path(run.output_dir)))
     for note in notes:

@@ -140,7 +140,9 @@ class Meter(TorchDispatchMode):
             return True
         weight = next((n for t in (right, left) if (n := self.parameters.get(_storage(t))) is not None), None)
         if name in _BATCHED and weight is None:
-            self.tally.cores.append(MeteredCore(left.shape[0] // self.rows, *left.shape[1:], right.shape[-1]))
+            self.tally.cores.append(
+                MeteredCore(left.shape[0] // self.rows, left.shape[1], left.shape[2], right.shape[-1])
+            )
         else:
             product = MeteredProduct(weight, tokens, left.shape[-1], right.shape[-1], copies)
             self.tally.products.append(product)

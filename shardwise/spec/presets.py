@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,24 @@ def find_preset(name: str) -> dict[str, Any] | None:
     text = files("shardwise").joinpath(f"presets/{name}.json").read_text(encoding="utf-8")
     preset: dict[str, Any] = json.loads(text)
     return preset
+
+
+def shown_preset(name: str, degrees: Sequence[int]) -> dict[str, Any] | None:
+    """What ``model show`` says of a preset, of ``degrees`` alone where any are given; None if there is no such preset.
+
+    Raises:
+        ConfigError: a degree that the preset was not described at.
+    """
+    preset = find_preset(name)
+    if preset is None:
+        return None
+    shown: dict[str, Any] = preset["shown"]
+    known = [found["degree"] for found in shown["tensor"]]
+    for degree in degrees:
+        if degree not in known:
+            rule = f"the preset {name} was described at {', '.join(map(str, known))}"
+            raise ConfigError(f"--tp {degree}", rule, "Give a folder with its config.json for another degree")
+    return shown | {"tensor": [found for found in shown["tensor"] if not degrees or found["degree"] in degrees]}
 
 
 def preset_model(name: str) -> tuple[ModelSpec, ModelCosts]:

@@ -33,6 +33,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 from shardwise.spec.template import template_text
 from shardwise.tensor.cache import TableCache
+from shardwise.tensor.table import ShardingTable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -96,7 +97,10 @@ def load_model(
     random = run.model_init == "random"
     naming = default_naming(hf_model, declared_dtype(folder)) if random else naming_of_folder(folder, hf_model)
     dists = distributions(hf_model, run.train.seed) if random else {}
-    model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile, tables=tables)
+    given = None if plan.table is None else ShardingTable.from_json(plan.table)
+    model, table = parallelize(
+        hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile, tables=tables, given=given
+    )
     base = [shard for shard in model.shards if shard.layout.source in names]
     if random:
         fill_random(base, dists, run.train.seed)
