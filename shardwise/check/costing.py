@@ -6,7 +6,6 @@ What its amounts lose against the whole model is what the ranks share.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta
 from shardwise.models.describe import describe_sizes
 from shardwise.models.meter import Meter, MeteredProduct, Tally
-from shardwise.models.passes import Tallies, is_expert_stack, metered_pass, part_of
+from shardwise.models.passes import Tallies, is_expert_stack, metered_pass, part_of, thin
 from shardwise.models.structure import Structure, find_structure, text_config
 from shardwise.parallel.tensor import proven_table
 from shardwise.spec.block import (
@@ -203,7 +202,7 @@ class _Passes:
 
 def _metered(whole: _Model, table: ShardingTable, dtype: torch.dtype, lengths: Sequence[int]) -> dict[int, Tallies]:
     """Tallies by length, of rank 0 under ``table``."""
-    model = copy.deepcopy(whole.model).to(dtype)
+    model = thin(whole.model, whole.structure).to(dtype)
     group = CountingRank(table.degree)
     if table.degree > 1:
         layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,50 @@ class _NoAttentionDropout(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args, kwargs["dropout_p"] = args[:4], 0.0
         return func(*args, **kwargs)
+
+
+class _Itself:
+    """Holds something that a deep copy shares."""
+
+    def __init__(self, held: nn.Module) -> None:
+        self.held = held
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Itself:
+        return self
+
+
+class Passed(nn.Module):
+    """In the place of a block that lets its hidden state pass: no parameters, but its attributes can be read."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_replaced"] = _Itself(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            replaced = self.__dict__.get("_replaced")
+            if replaced is None:  # while it is copied
+                raise
+            return getattr(replaced.held, name)
+
+
+def thin(model: nn.Module, structure: Structure) -> nn.Module:
+    """A copy of ``model`` with the first block of each kind alone; the others only let pass."""
+    blocks: Any = model.get_submodule(structure.blocks)
+    children = list(blocks.children())
+    # The last block too: what joins a sequence that is cut stands behind it.
+    kept = {structure.kinds.index(kind) for kind in structure.kinds} | {len(children) - 1}
+    names = list(dict(blocks.named_children()))
+    for index, name in enumerate(names):
+        if index not in kept:
+            blocks._modules[name] = Passed(children[index])
+    try:
+        return copy.deepcopy(model)
+    finally:
+        for name, child in zip(names, children, strict=True):
+            blocks._modules[name] = child
 
 
 def part_of(kind: int) -> str:
