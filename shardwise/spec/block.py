@@ -70,8 +70,9 @@ class Amount:
     """What each token of a micro-batch takes: memory to keep, or memory traffic.
 
     Elements are in the compute precision (2 or 4 bytes each), ``*_bytes`` do not depend on it (masks, fp32 copies,
-    indices); ``*_growing`` are elements for each token and each position of its row (score matrices). ``expert`` are
-    elements that go with the tokens to their experts: they count on the rank where the expert lies.
+    indices); ``*_growing`` are elements for each token and each position of its row (score matrices). ``expert`` and
+    ``routed`` are elements on the rank where a token's experts lie: of the experts' inner width, which tensor ranks
+    cut, and of copies of the hidden state, which they do not.
     """
 
     split: float = 0.0
@@ -82,6 +83,7 @@ class Amount:
     split_growing_bytes: float = 0.0
     expert: float = 0.0
     expert_bytes: float = 0.0
+    routed: float = 0.0
 
     def __add__(self, other: Amount) -> Amount:
         return Amount(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})

@@ -266,11 +266,16 @@ def _key(config: dict[str, Any], spellings: Sequence[str]) -> str | None:
 
 
 def _optional_size(config: dict[str, Any], spellings: Sequence[str], path: Path) -> int | None:
-    """The size under the first spelling that has a value; None where the file leaves it to the model's class."""
+    """The size under the first spelling that has a value; None where the file leaves it to the model's class.
+
+    Some families give the feed-forward width of each block (Gemma 3n): then their mean.
+    """
     key = _key(config, spellings)
     if key is None:
         return None
     value = config[key]
+    if spellings is _INNER and isinstance(value, list) and value and all(type(w) is int and w > 0 for w in value):
+        return round(sum(value) / len(value))
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{path}: {key} = {value!r}", "must be a whole number above 0", "Correct the file")
     return value

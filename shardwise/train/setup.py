@@ -96,7 +96,7 @@ def load_model(
     names = {name for name, _ in hf_model.named_parameters()}
     random = run.model_init == "random"
     naming = default_naming(hf_model, declared_dtype(folder)) if random else naming_of_folder(folder, hf_model)
-    dists = distributions(hf_model, run.train.seed) if random else {}
+    dists = distributions(hf_model) if random else {}
     given = None if plan.table is None else ShardingTable.from_json(plan.table)
     model, table = parallelize(
         hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile, tables=tables, given=given

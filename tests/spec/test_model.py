@@ -198,3 +198,9 @@ def test_weights_are_checked_by_their_file_names(tmp_path: Path) -> None:
         check_weights(folder, read_model(folder))
     index.write_text(json.dumps({"weight_map": {"a": names["a"]}}), encoding="utf-8")
     check_weights(folder, read_model(folder))
+
+
+def test_a_width_for_each_block_counts_as_their_mean(tmp_path: Path) -> None:
+    assert make_spec(tmp_path, intermediate_size=[48, 48, 96, 96]).intermediate_size == 72
+    with pytest.raises(ConfigError, match="must be a whole number above 0"):
+        make_spec(tmp_path, intermediate_size=[48, "48"])
