@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.job import report
+from benchmarks.plan import MOST_MIB, measure
 from benchmarks.watch import StepRecord
 from tests.train.runs import make_inputs
 
@@ -56,3 +57,9 @@ def test_a_small_job_is_watched_to_its_end(tmp_path: Path) -> None:
     refused = _run(str(path), "tp=3")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "strategy.tp = 3" in refused.stderr
+
+
+def test_a_search_is_timed() -> None:
+    one = measure("qwen3-0.6b", "a100-40gb", 32, 4)
+    assert 0 < float(str(one["mib"])) < MOST_MIB
+    assert int(str(one["considered"])) > 100

@@ -38,7 +38,7 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
         remedy = f"Give a profile of {device} devices, or leave it out"
         raise ConfigError(f"cluster = {run.cluster!r}", rule, remedy)
     train = run.train
-    costs = costs_of(folder)[1]
+    costs = costs_of(folder, model)[1]
     if run.use_lora or run.lora is not None:
         costs = frozen(costs)
     fixed = fixed_fields(run)

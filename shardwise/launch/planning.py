@@ -11,11 +11,13 @@ from typing import Any
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError, PlanError
+from shardwise.launch.describing import model_of
 from shardwise.launch.hub import locate_model
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import costs_of, known_models
 from shardwise.planner.layout import Work
 from shardwise.spec.aliases import translate
+from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
@@ -44,7 +46,7 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
         )
     if run.devices is None:
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
-    model, costs = costs_of(_source(run, environ))
+    model, costs = _described(run, environ)
     cluster = find_cluster(run.cluster)
     sequence = sequence_of(run, model)
     work = work_of(sequence, run.train.precision or default_precision(cluster))
@@ -53,18 +55,20 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     return Job(model, costs, cluster, run.devices, rows, work, fixed_fields(run), limit)
 
 
-def _source(run: RunConfig, environ: Mapping[str, str]) -> str:
-    """A well-known name, or the folder of a model."""
+def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, ModelCosts]:
+    """Sizes and costs of a well-known model, or of the one in a folder."""
     known = known_models()
     if run.model in known:
-        return run.model
+        return costs_of(run.model)
     try:
-        return str(locate_model(run.model, run.models_dir or environ.get("SHARDWISE_MODELS_DIR"), only_config=True))
+        models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
+        folder = locate_model(run.model, models_dir, only_config=True)
     except ConfigError as error:
         near = nearest(run.model.lower(), known)
         if near is None or Path(run.model).exists():
             raise
         raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
+    return costs_of(folder, model_of(folder, environ))
 
 
 def find_cluster(name: str) -> ClusterSpec:

@@ -28,19 +28,23 @@ def known_models() -> list[str]:
     return list(_configurations())
 
 
-def costs_of(name_or_folder: str | Path) -> tuple[ModelSpec, ModelCosts]:
+def costs_of(name_or_folder: str | Path, model: ModelSpec | None = None) -> tuple[ModelSpec, ModelCosts]:
     """Sizes and costs of a well-known model, or of the one in a folder with ``config.json``.
+
+    Args:
+        model: sizes of the model in a folder, where its file leaves some to the model's class.
 
     Raises:
         ConfigError: no or a broken ``config.json``, or a model that is no causal decoder.
     """
     config = _configurations().get(str(name_or_folder))
-    if config is None:
+    if config is None or model is not None:
         path = Path(name_or_folder)
-        model = read_model(path)
+        model = model or read_model(path)
         return model, _costs(json.loads((path / "config.json").read_text(encoding="utf-8")), model, path.name)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        whole = {"num_key_value_heads": None, **config}  # null: as many as heads
+        (Path(folder) / "config.json").write_text(json.dumps(whole), encoding="utf-8")
         model = replace(read_model(folder), has_weights=False)
     return model, _costs(config, model, str(name_or_folder))
 

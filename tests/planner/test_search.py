@@ -51,7 +51,9 @@ def model(name: str) -> tuple[ModelSpec, ModelCosts]:
     kind = "mixtral" if name == "experts" else "llama"
     with TemporaryDirectory() as folder:
         config = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], **CONFIGURATIONS[name]}
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+        (Path(folder) / "config.json").write_text(
+            json.dumps({**config, "max_position_embeddings": 4096, "tie_word_embeddings": False})
+        )
         return costs_of(folder)
 
 
