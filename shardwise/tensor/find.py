@@ -8,7 +8,7 @@ or stays whole, whatever is cheaper, and the table says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,12 +19,14 @@ from shardwise.spec.tolerance import PROOF
 from shardwise.tensor.experts import find_expert_cuts
 from shardwise.tensor.kind import Kind, Signature, relative, relative_table, shared_heads, signature, spread, total_cost
 from shardwise.tensor.regions import Region, find_regions
-from shardwise.tensor.search import Mode, Problem, Sizes, solve
+from shardwise.tensor.search import WHOLE_PRICE, Mode, Problem, Sizes, solve
 from shardwise.tensor.sequence import REMEDY, VALUE, gather_points, solve_sliced, uneven_length
-from shardwise.tensor.simulate import Reference, compare, reference
+from shardwise.tensor.simulate import Reference, compare, reference, reference_of
 from shardwise.tensor.table import LocalValue, ModuleSplit, ShardingTable, Style
 from shardwise.tensor.trace import BlockTrace, Product, is_linear, trace_blocks
 from shardwise.tensor.values import candidate_sets, read_numbers
+
+Numbers = dict[str, tuple[LocalValue, ...]]  # module -> what it reads in place of the whole model's numbers
 
 
 def find_table(model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False) -> ShardingTable:
@@ -46,25 +48,58 @@ def find_tables(
     """The table of ``model``, and the same choices on ``small``, where they were proven."""
     if degree == 1:
         return ShardingTable(1), ShardingTable(1)
-    structure, small_structure = find_structure(model), find_structure(small)
-    want = reference(small)
-    sizes = {signature(block): block for block in model.get_submodule(structure.blocks)}
-    kinds: dict[Signature, Kind] = {}
-    for trace in trace_blocks(small, small_structure.blocks):
-        key = signature(trace.module)
-        if key not in kinds and key in sizes:
-            kinds[key] = _find_kind(small, trace, sizes[key], degree, want)
-    if sequence:
-        for kind in kinds.values():
-            _slice_kind(kind, small, small_structure.blocks)
-        want = reference(small, uneven_length(degree))
-    tables = {key: relative_table(kind, small, None) for key, kind in kinds.items()}
-    proven = _proven_table(small, small_structure, tables, degree, want)
-    units = shared_heads(small, model, degree)
-    tables = {key: relative_table(kind, small, sizes[key], units) for key, kind in kinds.items()}
-    with_ends = small_structure.head in proven.modules or small_structure.embedding in proven.modules
-    table = spread(model, structure, tables, degree, _ends(model, structure) if with_ends else {})
-    return replace(table, cost=total_cost(model, structure, table, kinds)), proven
+    return TableSearch(model, small, degree).tables(sequence=sequence)
+
+
+class TableSearch:
+    """The kinds of blocks of a model, and what in them can be split; several tables can be solved from it.
+
+    Args:
+        model, small, degree: as of :func:`find_table`.
+    """
+
+    def __init__(self, model: nn.Module, small: nn.Module, degree: int) -> None:
+        self.model, self.small, self.degree = model, small, degree
+        self._structure, self._small_structure = find_structure(model), find_structure(small)
+        self._want = reference(small)
+        self._sizes = {signature(block): block for block in model.get_submodule(self._structure.blocks)}
+        self.kinds: dict[Signature, Kind] = {}
+        for trace in trace_blocks(small, self._small_structure.blocks):
+            key = signature(trace.module)
+            if key not in self.kinds and key in self._sizes:
+                self.kinds[key] = _find_kind(small, trace, self._sizes[key], degree, self._want)
+
+    def tables(
+        self, *, sequence: bool = False, whole_price: float = WHOLE_PRICE
+    ) -> tuple[ShardingTable, ShardingTable]:
+        """The cheapest table of the model, and the same choices on the small copy, where they were proven.
+
+        Args:
+            sequence: whether the residual stream between blocks is cut along the sequence.
+            whole_price: what a matrix that stays whole counts, see :class:`~shardwise.tensor.search.Problem`; with a
+                lower one more stays whole and less is moved.
+
+        Raises:
+            PlanError: as :func:`find_table`.
+        """
+        kinds = {key: self._solved(kind, sequence, whole_price) for key, kind in self.kinds.items()}
+        want = reference(self.small, uneven_length(self.degree)) if sequence else self._want
+        tables = {key: relative_table(kind, self.small, None) for key, kind in kinds.items()}
+        proven = _proven_table(self.small, self._small_structure, tables, self.degree, want)
+        units = shared_heads(self.small, self.model, self.degree)
+        tables = {key: relative_table(kind, self.small, self._sizes[key], units) for key, kind in kinds.items()}
+        with_ends = {self._small_structure.head, self._small_structure.embedding} & set(proven.modules)
+        ends = _ends(self.model, self._structure) if with_ends else {}
+        table = spread(self.model, self._structure, tables, self.degree, ends)
+        return replace(table, cost=total_cost(self.model, self._structure, table, kinds)), proven
+
+    def _solved(self, kind: Kind, sequence: bool, whole_price: float) -> Kind:
+        problem = replace(kind.problem, whole_price=whole_price)
+        if not sequence:
+            return replace(kind, problem=problem, solution=solve(problem))
+        problem, solution = solve_sliced(kind.trace, problem)
+        gathered = gather_points(self.small, self._small_structure.blocks, kind.trace, problem, _common)
+        return replace(kind, problem=problem, solution=solution, gathered=gathered)
 
 
 def _proven_table(
@@ -116,7 +151,7 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
         if not p.is_linear and (found := find_expert_cuts(p.module, p.args, p.kwargs, degree)) is not None
     }
     problem = _problem(trace, regions, cuts, real, degree)
-    values: dict[int, dict[str, tuple[LocalValue, ...]]] = {}
+    values: dict[int, Numbers] = {}
     for index, region in enumerate(regions):
         if region.splittable and not region.is_residual:
             numbers = _try_region(small, trace, problem, index, degree, want)
@@ -125,12 +160,6 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
             else:
                 values[index] = numbers
     return Kind(trace.name, trace, problem, cuts, values, solve(problem))
-
-
-def _slice_kind(kind: Kind, small: nn.Module, blocks: str) -> None:
-    """Solve a block again, with its residual stream cut along the sequence."""
-    kind.problem, kind.solution = solve_sliced(kind.trace, kind.problem)
-    kind.gathered = gather_points(small, blocks, kind.trace, kind.problem, _common)
 
 
 def _problem(
@@ -171,7 +200,7 @@ def _sizes(product: Product, real: nn.Module, degree: int) -> Sizes:
 
 def _try_region(
     small: nn.Module, trace: BlockTrace, problem: Problem, index: int, degree: int, want: Reference
-) -> dict[str, tuple[LocalValue, ...]] | None:
+) -> Numbers | None:
     """The numbers with which the split of one region runs and is right; None where there are none."""
     alone = [
         region if i == index or region.is_residual else replace(region, splittable=False)
@@ -189,25 +218,58 @@ def _try_region(
     for name, chunks in region.chunked.items():
         widths |= {part.size for part in chunks} | {p.out_features for p in trace.products if p.name == name}
     units = max((part.units for chunks in region.chunked.values() for part in chunks), default=0)
-    same = signature(trace.module)
-    structure = find_structure(small)
+    trial = _Trial(small, kind, index, want, _alone(trace))
+    for candidate in candidate_sets(read_numbers(small, scope), sorted(widths), degree, units):
+        if trial.is_right_alone(candidate) and trial.is_right(candidate):
+            fewest = _fewest(candidate, trial.is_right_alone)
+            return fewest if fewest == candidate or trial.is_right(fewest) else candidate
+    return None
 
-    def is_right(candidate: dict[str, tuple[LocalValue, ...]]) -> bool:
-        kind.values = {index: candidate}
-        table = spread(small, structure, {same: relative_table(kind, small, None)}, degree, {})
+
+def _alone(trace: BlockTrace) -> Reference | None:
+    """What a block does by itself; None where it does something else then than in the model."""
+    try:
+        found = reference_of(trace.module, trace.call)
+    except Exception:  # whatever a foreign forward raises
+        return None
+    return found if found.logits.shape[:1] == trace.exit.shape[:1] else None
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The split of one region with some numbers changed, tried on its block alone and in the small model.
+
+    The block alone costs a fraction of the model, and most candidates fail in it already.
+    """
+
+    small: nn.Module
+    kind: Kind
+    region: int
+    want: Reference
+    alone: Reference | None
+
+    def is_right_alone(self, numbers: Numbers) -> bool:
+        if self.alone is None:
+            return self.is_right(numbers)
+        return self._holds(self.kind.trace.module, self._table(numbers), self.alone)
+
+    def is_right(self, numbers: Numbers) -> bool:
+        structure, same = find_structure(self.small), signature(self.kind.trace.module)
+        table = spread(self.small, structure, {same: self._table(numbers)}, self.kind.problem.degree, {})
+        return self._holds(self.small, table, self.want)
+
+    def _table(self, numbers: Numbers) -> ShardingTable:
+        return relative_table(replace(self.kind, values={self.region: numbers}), self.small, None)
+
+    @staticmethod
+    def _holds(module: nn.Module, table: ShardingTable, want: Reference) -> bool:
         try:
-            return compare(small, table, want).error <= PROOF
+            return compare(module, table, want).error <= PROOF
         except Exception:  # a forward that insists on another shape
             return False
 
-    sets = candidate_sets(read_numbers(small, scope), sorted(widths), degree, units)
-    found = next((candidate for candidate in sets if is_right(candidate)), None)
-    return None if found is None else _fewest(found, is_right)
 
-
-def _fewest(
-    found: dict[str, tuple[LocalValue, ...]], is_right: Callable[[dict[str, tuple[LocalValue, ...]]], bool]
-) -> dict[str, tuple[LocalValue, ...]]:
+def _fewest(found: Numbers, is_right: Callable[[Numbers], bool]) -> Numbers:
     """``found`` without the numbers that need not change."""
     for module, value in [(module, value) for module, values in found.items() for value in values]:
         fewer = found | {module: tuple(v for v in found[module] if v != value)}
