@@ -17,6 +17,8 @@ from shardwise.spec.layout import chunk_range
 from shardwise.tensor.parts import Part, find_parts
 from shardwise.tensor.table import ParamCut
 
+_ROUNDING = 1e-4
+
 
 def find_expert_cuts(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], degree: int
@@ -48,14 +50,20 @@ def _cuts_from(
     whole = params[last].detach()
     others = {name: p for name, p in params.items() if name != last}
     needed: dict[str, list[torch.Tensor]] = {name: [] for name in others}
+    # What is added for biases counts on one rank alone; without them the ranks' results must sum to the whole.
+    biases = {name: torch.zeros_like(p) for name, p in params.items() if p.dim() < 3}
+    missing = torch.func.functional_call(module, biases, args, dict(kwargs)).detach()
     for rank in range(degree):
         part = torch.zeros_like(whole)
         span = (slice(None),) * dim + (slice(*chunk_range(size, degree, rank)),)
         part[span] = whole[span]
         out = torch.func.functional_call(module, {last: part}, args, dict(kwargs))
+        missing = missing - torch.func.functional_call(module, biases | {last: part}, args, dict(kwargs)).detach()
         grads = torch.autograd.grad(out, list(others.values()), _weights(out), allow_unused=True)
         for name, grad in zip(others, grads, strict=True):
             needed[name].append(torch.zeros_like(params[name], dtype=torch.bool) if grad is None else grad.ne(0))
+    if bool((missing.abs() > _ROUNDING * whole.abs().max()).any()):
+        return None  # something in it does not pass through its matrices: each rank would add it
     cuts = {last: ParamCut(dim, (Part(size),))}
     for name, supports in needed.items():
         cut = _cut(supports)

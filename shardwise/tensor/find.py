@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.models.structure import Structure, find_structure
 from shardwise.spec.tolerance import PROOF
 from shardwise.tensor.experts import find_expert_cuts
-from shardwise.tensor.kind import Kind, Signature, relative, relative_table, shared_heads, signature, spread, total_cost
+from shardwise.tensor.kind import Kind, Signature, real_sizes, relative, relative_table, signature, spread, total_cost
 from shardwise.tensor.regions import Region, find_regions
 from shardwise.tensor.search import WHOLE_PRICE, Mode, Problem, Sizes, solve
 from shardwise.tensor.sequence import REMEDY, VALUE, gather_points, solve_sliced, uneven_length
@@ -86,8 +86,8 @@ class TableSearch:
         want = reference(self.small, uneven_length(self.degree)) if sequence else self._want
         tables = {key: relative_table(kind, self.small, None) for key, kind in kinds.items()}
         proven = _proven_table(self.small, self._small_structure, tables, self.degree, want)
-        units = shared_heads(self.small, self.model, self.degree)
-        tables = {key: relative_table(kind, self.small, self._sizes[key], units) for key, kind in kinds.items()}
+        sizes = real_sizes(self.small, self.model, self.degree)
+        tables = {key: relative_table(kind, self.small, self._sizes[key], sizes) for key, kind in kinds.items()}
         with_ends = {self._small_structure.head, self._small_structure.embedding} & set(proven.modules)
         ends = _ends(self.model, self._structure) if with_ends else {}
         table = spread(self.model, self._structure, tables, self.degree, ends)

@@ -73,7 +73,7 @@ class BlockTrace:
     def call(self, block: nn.Module) -> torch.Tensor:
         """What ``block`` returns in the place of this one."""
         out = block(*detached(self.args), **detached(self.kwargs))
-        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        result: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
         return result
 
 
@@ -176,7 +176,7 @@ def _block_hooks(traces: dict[int, BlockTrace], index: int, name: str, block: nn
         return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
 
     def after(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], out: Any) -> None:
-        traces[index].exit = out[0] if isinstance(out, tuple) else out
+        traces[index].exit = out[0] if isinstance(out, tuple | list) else out
 
     return before, after
 
