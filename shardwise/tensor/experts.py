@@ -26,7 +26,7 @@ def find_expert_cuts(
     """The cut of each parameter of a stack (in float64, with what it was called with); None where there is none."""
     params = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     for last, parameter in params.items():
-        if parameter.dim() != 3:
+        if parameter.dim() != 3 or len(params) < 2:
             continue
         for dim in (1, 2):
             if parameter.shape[dim] >= degree:

@@ -19,7 +19,7 @@ from shardwise.spec.tolerance import PROOF
 from shardwise.tensor.experts import find_expert_cuts
 from shardwise.tensor.kind import Kind, Signature, real_sizes, relative, relative_table, signature, spread, total_cost
 from shardwise.tensor.regions import Region, find_regions
-from shardwise.tensor.search import WHOLE_PRICE, Mode, Problem, Sizes, solve
+from shardwise.tensor.search import Mode, Problem, Sizes, solve
 from shardwise.tensor.sequence import REMEDY, VALUE, gather_points, solve_sliced, uneven_length
 from shardwise.tensor.simulate import Reference, compare, reference, reference_of
 from shardwise.tensor.table import LocalValue, ModuleSplit, ShardingTable, Style
@@ -52,7 +52,7 @@ def find_tables(
 
 
 class TableSearch:
-    """The kinds of blocks of a model, and what in them can be split; several tables can be solved from it.
+    """The kinds of blocks of a model, and what in them can be split; tables are solved from it.
 
     Args:
         model, small, degree: as of :func:`find_table`.
@@ -69,20 +69,16 @@ class TableSearch:
             if key not in self.kinds and key in self._sizes:
                 self.kinds[key] = _find_kind(small, trace, self._sizes[key], degree, self._want)
 
-    def tables(
-        self, *, sequence: bool = False, whole_price: float = WHOLE_PRICE
-    ) -> tuple[ShardingTable, ShardingTable]:
+    def tables(self, *, sequence: bool = False) -> tuple[ShardingTable, ShardingTable]:
         """The cheapest table of the model, and the same choices on the small copy, where they were proven.
 
         Args:
             sequence: whether the residual stream between blocks is cut along the sequence.
-            whole_price: what a matrix that stays whole counts, see :class:`~shardwise.tensor.search.Problem`; with a
-                lower one more stays whole and less is moved.
 
         Raises:
             PlanError: as :func:`find_table`.
         """
-        kinds = {key: self._solved(kind, sequence, whole_price) for key, kind in self.kinds.items()}
+        kinds = {key: self._solved(kind, sequence) for key, kind in self.kinds.items()}
         want = reference(self.small, uneven_length(self.degree)) if sequence else self._want
         tables = {key: relative_table(kind, self.small, None) for key, kind in kinds.items()}
         proven = _proven_table(self.small, self._small_structure, tables, self.degree, want)
@@ -93,11 +89,10 @@ class TableSearch:
         table = spread(self.model, self._structure, tables, self.degree, ends)
         return replace(table, cost=total_cost(self.model, self._structure, table, kinds)), proven
 
-    def _solved(self, kind: Kind, sequence: bool, whole_price: float) -> Kind:
-        problem = replace(kind.problem, whole_price=whole_price)
+    def _solved(self, kind: Kind, sequence: bool) -> Kind:
         if not sequence:
-            return replace(kind, problem=problem, solution=solve(problem))
-        problem, solution = solve_sliced(kind.trace, problem)
+            return kind
+        problem, solution = solve_sliced(kind.trace, kind.problem)
         gathered = gather_points(self.small, self._small_structure.blocks, kind.trace, problem, _common)
         return replace(kind, problem=problem, solution=solution, gathered=gathered)
 

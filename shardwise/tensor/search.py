@@ -24,7 +24,7 @@ from shardwise.tensor.table import ModuleSplit, Style
 # A square matrix that stays whole counts as much as 5 elements moved for each of its rows and tokens: more than any way
 # to cut it costs that shares the sum of an input's gradient with others, less than cutting a narrow matrix alone does
 # (the latent projections of DeepSeek, routers).
-WHOLE_PRICE = 5.0
+_WHOLE_PRICE = 5.0
 
 
 class Mode(IntEnum):
@@ -88,7 +88,6 @@ class Problem:
         hidden_size: features of the block's input.
         forced: region -> the mode that it must have.
         sequence: whether the residual stream is cut along the sequence.
-        whole_price: of a square matrix that stays whole, in elements moved for each of its rows and tokens.
     """
 
     products: Sequence[str]
@@ -100,7 +99,6 @@ class Problem:
     hidden_size: int
     forced: Mapping[int, Mode] = field(default_factory=dict)
     sequence: bool = False
-    whole_price: float = WHOLE_PRICE
 
     def region_before(self, product: str) -> int:
         return next(i for i, region in enumerate(self.regions) if product in region.sinks)
@@ -264,7 +262,7 @@ def _sliced_choices(problem: Problem, product: str, place: _Sliced) -> Iterator[
 
 def price(problem: Problem, choice: Choice) -> float:
     """The price of a choice, the sum of its group's input gradient left out."""
-    return choice.moved + problem.whole_price * choice.whole / problem.hidden_size
+    return choice.moved + _WHOLE_PRICE * choice.whole / problem.hidden_size
 
 
 _State = tuple[tuple[tuple[int, Mode], ...], frozenset[str]]  # modes of open regions, groups that have paid

@@ -10,17 +10,19 @@ import copy
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.culprit import is_connection_error
-from shardwise.testing import RankError, run_distributed
+from shardwise.testing import _PRELOAD, RankError, run_distributed
 from tests.architectures.survey import default_config
 
-TIME_LIMIT = 120.0
+TIME_LIMIT = 180.0
 GLOBAL_BATCH_SIZE = 4
 
 
@@ -46,6 +48,13 @@ def examine(name: str) -> HybridFinding:
             finding = HybridFinding(name, raised[0].read_text() if raised else str(error).splitlines()[0])
     finding.seconds = round(time.monotonic() - start, 1)
     return finding
+
+
+def survey(names: Sequence[str]) -> Iterator[HybridFinding]:
+    """The findings of ``names`` as they come; ranks are forked from a process that has all imported that they need."""
+    forkserver.set_forkserver_preload([*_PRELOAD, "transformers.conversion_mapping", "shardwise.check.ranks", __name__])
+    forkserver.ensure_running()
+    return map(examine, names)
 
 
 def _work(rank: int, name: str, folder: str) -> HybridFinding | None:

@@ -49,8 +49,9 @@ def published_table(model: Any, structure: Structure, own: ShardingTable) -> tup
         elif style not in _OF_PARAMETERS:
             unknown.add(style)
     _settle(model, modules, params)
-    # What a module reads changes where something in it is split.
-    values = {n: v for n, v in own.values.items() if any(name.startswith(f"{n}.") for name in modules)}
+    # What a module reads changes where its results are split as ours are, and not gathered again.
+    narrow = {name for name, split in modules.items() if split.style is own.style(name) is Style.COLUMN}
+    values = {n: v for n, v in own.values.items() if any(name.startswith(f"{n}.") for name in narrow)}
     ends = {n: s for n, s in own.modules.items() if n in (structure.embedding, structure.head)}
     return ShardingTable(own.degree, ends | modules, params, values), unknown
 

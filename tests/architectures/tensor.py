@@ -17,8 +17,6 @@ from tests.architectures.processes import in_processes
 from tests.architectures.survey import architectures, default_config
 
 TIME_LIMIT = 150.0
-# What a matrix that stays whole may count beside the search's own price, from dear to cheap.
-PRICES = (2.5, 1.8, 1.3, 0.9, 0.6, 0.4, 0.2, 0.1, 0.05, 0.01)
 
 
 @dataclass
@@ -42,7 +40,6 @@ class TensorFinding:
         seconds: of CPU for the search of one kind of block, its trace included.
         same: whether the published plan has the same styles.
         published: None where none is published; ``published_result`` tells whether it is right.
-        offered: a table that the search finds at another price, no more of both than the published one.
     """
 
     name: str
@@ -52,8 +49,6 @@ class TensorFinding:
     same: bool = False
     published: Count | None = None
     published_result: str = ""
-    offered: Count | None = None
-    price: float = 0.0
     styles: dict[str, str] = field(default_factory=dict)
     published_styles: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -78,7 +73,7 @@ def examine(name: str, degree: int = 2) -> TensorFinding:
         real = AutoModelForCausalLM.from_config(config)
     try:
         small = _small(shrink(config, degree=degree), build_small)
-        search, table, own = timed_search(finding, real, small, degree)
+        table, own = timed_search(finding, real, small, degree)
     except Exception as error:  # whatever a foreign forward raises
         finding.result = " ".join(f"{getattr(error, 'rule', '') or type(error).__name__ + ': ' + str(error)}".split())
         _publishes(finding, real)
@@ -90,8 +85,6 @@ def examine(name: str, degree: int = 2) -> TensorFinding:
     want = reference(small)
     finding.own = count(small, structure, own, want)
     _compare_with_published(finding, small, structure, own, want)
-    if finding.published is not None and finding.published_result == "right" and verdict(finding) == TRADE:
-        _offer(finding, search, structure, want)
     return finding
 
 
@@ -109,7 +102,7 @@ def _small(config: Any, build: Any) -> Any:
     return small
 
 
-def timed_search(finding: Any, real: Any, small: Any, degree: int) -> tuple[Any, Any, Any]:
+def timed_search(finding: Any, real: Any, small: Any, degree: int) -> tuple[Any, Any]:
     """The search, its table and the same on the small copy; notes CPU seconds for a kind of block."""
     from shardwise.tensor.find import TableSearch
 
@@ -117,7 +110,7 @@ def timed_search(finding: Any, real: Any, small: Any, degree: int) -> tuple[Any,
     search = TableSearch(real, small, degree)
     table, own = search.tables()
     finding.seconds = round((time.process_time() - start) / max(len(search.kinds), 1), 2)
-    return search, table, own
+    return table, own
 
 
 def _publishes(finding: TensorFinding, model: Any) -> None:
@@ -151,19 +144,6 @@ def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, 
     finding.published_result = "right" if right else f"differs by {difference.error:.1e} at {difference.where}"
     if unknown:
         finding.published_result += f", without {sorted(unknown)}"
-
-
-def _offer(finding: TensorFinding, search: Any, structure: Any, want: Any) -> None:
-    """A table at another price that is no more of both than the published one, where there is one."""
-    for price in PRICES:
-        try:
-            table = search.tables(whole_price=price)[1]
-        except Exception:  # a split that differs alone, and does not beside others
-            continue
-        found = count(search.small, structure, table, want)
-        if finding.published is not None and found.no_more_than(finding.published):
-            finding.offered, finding.price = found, price
-            return
 
 
 def count(model: Any, structure: Any, table: Any, want: Any) -> Count:
@@ -216,9 +196,8 @@ def line(f: TensorFinding) -> str:
     """One architecture in one line."""
     styles = sorted(set(f.styles.values()) - {"vocab_embedding", "vocab_head"})
     theirs = "" if f.published is None else f": {f.published_result} {f.published.whole:.3f} {f.published.moved:.0f}"
-    offer = "" if f.offered is None else f" | at price {f.price}: {f.offered.whole:.3f} {f.offered.moved:.0f}"
     own = f"{f.seconds:.1f} s a kind, whole {f.own.whole:.3f} moved {f.own.moved:.0f} {styles}"
-    return f"{f.name:26} {f.result[:300]} {own} | {verdict(f)}{theirs}{offer}"
+    return f"{f.name:26} {f.result[:300]} {own} | {verdict(f)}{theirs}"
 
 
 def main() -> None:
