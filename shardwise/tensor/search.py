@@ -21,10 +21,10 @@ from shardwise.tensor.parts import Parts
 from shardwise.tensor.regions import Region
 from shardwise.tensor.table import ModuleSplit, Style
 
-# A square matrix that stays whole counts as much as 5 elements moved for each of its rows and tokens: more than any way
+# A square matrix that stays whole counts as much as 6 elements moved for each of its rows and tokens: more than any way
 # to cut it costs that shares the sum of an input's gradient with others, less than cutting a narrow matrix alone does
 # (the latent projections of DeepSeek, routers).
-_WHOLE_PRICE = 5.0
+_WHOLE_PRICE = 6.0
 
 
 class Mode(IntEnum):
