@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import PlanError
-from shardwise.models.build import choose_experts, freeze_stored_buffers, put_head_last
+from shardwise.models.build import choose_experts, freeze_stored_buffers, put_head_last, widen
 from shardwise.models.kinds import block_signatures
 from shardwise.models.sizes import SKIPPED, Path, Tree
 from shardwise.models.small_config import shrink_sizes, text_path
@@ -68,6 +68,7 @@ def build_small(config: Any, dtype: torch.dtype = torch.float64, seed: int = 0) 
             config, dtype=dtype, attn_implementation=config._attn_implementation
         )
         freeze_stored_buffers(model)
+        widen(model, dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
