@@ -54,7 +54,7 @@ def choose_experts(model: PreTrainedModel) -> None:
 
 
 def widen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store in ``dtype``, where that is float64, what some models keep in fp32 (routers): so nothing rounds below it."""
+    """Store in ``dtype``, where that is float64, what some models keep in fp32 (routers), so that nothing rounds."""
     if dtype is torch.float64:
         for parameter in model.parameters():
             if parameter.dtype is torch.float32:

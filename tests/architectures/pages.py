@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.architectures.hybrid import ONE_LENGTH
 from tests.architectures.rows import EXACT, Row, bars
 from tests.architectures.tensor import CHEAPER, NONE_PUBLISHED, NOT_RIGHT, NOT_SPLIT, SAME, TRADE, WORSE
 
@@ -20,6 +21,7 @@ ENGLISH = {
     NONE_PUBLISHED: "split, none published",
     NOT_SPLIT: "not split",
     EXACT: "exact",
+    ONE_LENGTH: "exact, rows of one length",
     "bars": "Bar | Meet it | Of | Share",
     "rows": "Model type | Tensor split | Stays whole | Moved | Pipeline cut | Tensor x pipeline",
     "builds": "A small copy is built and runs",
@@ -41,6 +43,7 @@ CHINESE = {
     NONE_PUBLISHED: "已切分，无发布的方案",
     NOT_SPLIT: "未切分",
     EXACT: "精确",
+    ONE_LENGTH: "精确，各行等长",
     "bars": "标准 | 达到 | 总数 | 比例",
     "rows": "模型类型 | 张量切分 | 完整保留 | 移动 | 流水线切分 | 张量 x 流水线",
     "builds": "能构建小副本并运行",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.architectures.hybrid import ONE_LENGTH
 from tests.architectures.survey import Finding
 from tests.architectures.tensor import (
     CHEAPER,
@@ -100,7 +101,7 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
         "no more whole": (sum(row.tensor in (SAME, CHEAPER, TRADE) for row in published), len(published)),
         "none published": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
         "pipeline": (sum(row.pipeline == EXACT for row in counted) + len(repeated), len(counted)),
-        "hybrid": (sum(row.hybrid == EXACT for row in counted), len(counted)),
+        "hybrid": (sum(row.hybrid in (EXACT, ONE_LENGTH) for row in counted), len(counted)),
     }
 
 
