@@ -13,6 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -21,7 +22,8 @@ from typing import Any
 
 from shardwise.launch.culprit import is_connection_error
 
-_PRELOAD = [
+# What ranks find imported; to be added to before the first ranks start.
+PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -33,14 +35,22 @@ _PRELOAD = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
+    "shardwise.parallel.apply",
+    "shardwise.train.step",
+    "shardwise.launch.warm",
 ]
 
 
+_CONNECTING = "Gloo connectFullMesh failed"
 _PEERS_SECONDS = 3.0  # how long the other ranks are heard after one has failed
 
 
 class RankError(RuntimeError):
     """A rank raised or died; the message holds the traceback of the first that did, and a line of each other."""
+
+
+class _NoMeshError(RankError):
+    """All ranks lost each other while gloo connected them: no function of a rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,17 @@ def run_distributed(function: Callable[..., Any], num_ranks: int, *args: Any, ti
     Raises:
         RankError: a rank raised, died, or the time was up.
     """
+    try:
+        return _run_once(function, num_ranks, args, timeout)
+    except _NoMeshError as error:
+        # Seen once in some ten thousand groups: gloo's connections end while they are made, and no rank failed before.
+        warnings.warn(f"the ranks could not connect, once more: {error}", stacklevel=2)
+        return _run_once(function, num_ranks, args, timeout)
+
+
+def _run_once(function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="shardwise-test-") as folder:
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
@@ -108,7 +127,8 @@ def _collect(
     if failures:
         first = sorted(failures.values(), key=lambda failure: failure.lost_a_peer)  # stable: else as they came
         others = [f"{failure.text.splitlines()[0]} {failure.text.splitlines()[-1]}" for failure in first[1:]]
-        raise RankError("\n".join([first[0].text, *others]))
+        no_mesh = all(failure.lost_a_peer and _CONNECTING in failure.text for failure in first)
+        raise (_NoMeshError if no_mesh else RankError)("\n".join([first[0].text, *others]))
     if pending:
         raise RankError(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
     return [results[rank] for rank in range(len(receivers))]

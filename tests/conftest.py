@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from shardwise import testing
+
 # The machine is shared: a slow example is no fault.
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+testing.PRELOAD.append(
+    "tests.parallel.harness"
+)  # most tests of ranks need it; importing it costs each a third of a second
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

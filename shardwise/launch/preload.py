@@ -32,7 +32,8 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "shardwise.launch.worker",
 )
-TRAINER = "shardwise.train.worker"  # preloaded to save time only: a worker that needs it imports it and reports failure
+# Preloaded to save time only: a worker that needs them imports them and reports failure.
+TO_SAVE_TIME = ("shardwise.train.worker", "shardwise.launch.warm")
 
 
 def _import_all() -> str | None:
@@ -43,8 +44,9 @@ def _import_all() -> str | None:
             importlib.import_module(name)
         except Exception as error:
             return f"{name}: {type(error).__name__}: {error}"
-    with suppress(Exception):
-        importlib.import_module(TRAINER)
+    for name in TO_SAVE_TIME:
+        with suppress(Exception):
+            importlib.import_module(name)
     return None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from shardwise.errors import ConfigError, PlanError
 
@@ -44,6 +45,7 @@ def build_on_meta(
     choose_experts(model)
     put_head_last(model)
     freeze_stored_buffers(model)
+    keep_in_fp32(model)
     return model.train()
 
 
@@ -79,6 +81,16 @@ def freeze_stored_buffers(model: nn.Module) -> None:
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 delattr(module, name)
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def keep_in_fp32(model: PreTrainedModel) -> None:
+    """Leave in fp32 what the model's class names as never coarser (a router's weight), as ``from_pretrained`` does."""
+    patterns = list(model._get_dtype_plan(model.dtype))
+    if patterns:
+        alternatives, _, _ = build_glob_alternation(patterns)
+        for name, parameter in model.named_parameters():
+            if alternatives.search(name):
+                parameter.data = parameter.data.float()  # in place: ties stay ties
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

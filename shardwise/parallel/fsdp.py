@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ def apply_fsdp(
     mesh: Mesh,
     layouts: dict[str, ParamLayout],
     compute_dtype: torch.dtype,
+    finer: Mapping[str, nn.Parameter],
 ) -> dict[str, ParamLayout]:
     """Shard the blocks, then the rest of the stage, over ``dp_shard``; a no-op at degree 1.
 
@@ -35,6 +36,9 @@ def apply_fsdp(
     With ``dp_replicate`` above 1 FSDP2 sums the gradients over the replicas too (HSDP). The gradients
     are summed, not averaged: the loss is already divided by the global number of tokens. They are summed
     in the dtype of the masters, whatever the dtype of the computation.
+
+    Args:
+        finer: parameters by name that compute in a finer dtype than ``compute_dtype``: every rank keeps them whole.
     """
     strategy = mesh.strategy
     if strategy.dp_shard == 1:
@@ -42,18 +46,26 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message=_STAGE_RETURNS_VIEW)
     axes = ("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)
     fsdp_mesh = mesh.device_mesh[axes]
+    ignored = set(finer.values())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(compute_dtype))
     for unit in group_blocks(blocks, strategy.gradient_aggregation_group):
-        fully_shard(unit, mesh=fsdp_mesh, reshard_after_forward=strategy.reshard, mp_policy=precision)
+        fully_shard(
+            unit, mesh=fsdp_mesh, reshard_after_forward=strategy.reshard, mp_policy=precision, ignored_params=ignored
+        )
     # The root's weights (embedding, head, final norm) are needed at both ends of a pass: they stay gathered.
-    fully_shard(stage, mesh=fsdp_mesh, reshard_after_forward=False, mp_policy=precision)
+    fully_shard(stage, mesh=fsdp_mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=ignored)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # Plain sums first: a factor alone asks gloo for a reduction that it does not have.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     rank = mesh.coordinate("dp_shard")
-    return {name: _sharded(layout, strategy.dp_shard, rank) for name, layout in layouts.items()}
+    return {
+        name: replace(layout, owned=layout.owned and rank == 0)
+        if name in finer
+        else _sharded(layout, strategy.dp_shard, rank)
+        for name, layout in layouts.items()
+    }
 
 
 def group_blocks(blocks: Sequence[nn.Module], num_groups: int | None) -> list[list[nn.Module]]:

@@ -2,7 +2,8 @@
 
 A model whose parameters are bf16 trains with fp32 masters. Under FSDP2 the sharded parameters are the
 masters, and gathering rounds them; without it each trainable parameter has a :class:`Master` beside it.
-A frozen parameter stays bf16 alone. The numbers are the same either way.
+A frozen parameter stays bf16 alone. The numbers are the same either way. What the model keeps in fp32 itself is its own
+master, and whole under FSDP2, whose gathering rounds all parameters of a unit alike.
 """
 
 from __future__ import annotations
@@ -17,13 +18,25 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout
 
 
-def set_stored_dtypes(model: nn.Module, compute_dtype: torch.dtype, mesh: Mesh) -> None:
-    """Give every parameter of ``model`` (on meta) the dtype in which it lies in memory."""
+def set_stored_dtypes(model: nn.Module, compute_dtype: torch.dtype, mesh: Mesh) -> dict[str, nn.Parameter]:
+    """Give every parameter of ``model`` (on meta) the dtype in which it lies in memory.
+
+    A parameter that the model itself made finer than the rest (a router's weight, Mamba's decay) computes as it is.
+
+    Returns:
+        These finer parameters, by name.
+    """
     sharded = mesh.size("dp_shard") > 1
-    for parameter in model.parameters():
-        dtype = master_dtype(compute_dtype) if sharded and parameter.requires_grad else compute_dtype
+    finer = {}
+    for name, parameter in model.named_parameters():
+        dtype = torch.promote_types(parameter.dtype, compute_dtype)
+        if dtype != compute_dtype:
+            finer[name] = parameter
+        elif sharded and parameter.requires_grad:
+            dtype = master_dtype(compute_dtype)
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)  # in place: ties stay ties
+    return finer
 
 
 def master_dtype(compute_dtype: torch.dtype) -> torch.dtype:

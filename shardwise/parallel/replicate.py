@@ -19,11 +19,16 @@ def sum_gradients(shards: Sequence[Shard], mesh: Mesh, tied_group: dist.ProcessG
 
     Each sum is over the ranks that hold a share: tensor ranks of a replicated weight that sees only its heads,
     those of rows that some of them hold (one key head for several), and the two ends of a tied embedding. The
-    data axis has been summed before.
+    data axis has been summed before, but for what FSDP2 has left whole.
 
     Args:
         tied_group: the ranks of the two copies of a tied weight, None where this rank holds none.
     """
+    if mesh.size("dp_shard") > 1:
+        whole = _gradients([shard for shard in shards if shard.layout.shard_range is None])
+        for axis in ("dp_shard", "dp_replicate"):
+            if mesh.size(axis) > 1:
+                _sum_in_buckets(whole, mesh.group(axis))
     partial = [shard for shard in shards if shard.layout.tp_partial]
     if partial:
         _sum_in_buckets(_gradients([s for s in partial if s.layout.tp_dim is None]), mesh.group("tp"))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.spec import tolerance
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
 from tests.long import EVERYTHING
-from tests.parallel.harness import ADAMW, SGD, Case, Outcome, assemble, build, compare, reference, run_cases, strategy
+from tests.parallel.harness import ADAMW, SGD, Case, Outcome, build, reference, strategy
+from tests.parallel.tables import Table, assert_equal
 
 pytestmark = pytest.mark.slow
 
@@ -86,36 +86,16 @@ def _reference(folder: Path, size: int, kind: str) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders: dict[tuple[str, int], Path]) -> Any:
-    """Runs all rows of a world size and kind at the first demand, on ranks that are started once."""
-
-    @cache
-    def run(world_size: int, kind: str) -> dict[str, Outcome]:
-        kept = [row for row, other in CASES if other == kind]
-        names = [row for row in kept if _case(folders, row, kind).strategy.world_size == world_size]
-        by_rank = run_distributed(run_cases, world_size, [_case(folders, row, kind) for row in names], timeout=280)
-        return {row: assemble([rank[i] for rank in by_rank]) for i, row in enumerate(names)}
-
-    return run
+def outcomes(folders: dict[tuple[str, int], Path]) -> Table:
+    return Table({(row, kind): _case(folders, row, kind) for row, kind in CASES})
 
 
 @pytest.mark.parametrize(("row", "kind"), CASES)
-def test_19_interleaved_equals_one_process(
-    row: str, kind: str, folders: dict[tuple[str, int], Path], outcomes: Any, note_error: Any
-) -> None:
-    case = _case(folders, row, kind)
-    got = outcomes(case.strategy.world_size, kind)[row]
-    want = _reference(case.folder, case.global_batch_size, kind)
+def test_19_interleaved_equals_one_process(row: str, kind: str, outcomes: Table, note_error: Any) -> None:
+    case, got = outcomes.cases[row, kind], outcomes[row, kind]
     assert len([name for name in got.weights if name.endswith("q_proj.weight")]) == TABLE[row][1]
-    errors = compare(got, want)
-    for name in ("loss", "norm", "gradient", "weight"):
-        note_error(f"{kind} {name}", getattr(errors, name))
-    sharp = kind == "float64"
-    assert errors.loss <= (tolerance.FLOAT64_LOSS if sharp else tolerance.FP32_LOSS)
-    assert errors.norm <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_NORM)
-    assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
-    assert errors.weight <= (tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS)
-    assert got.eval_loss == pytest.approx(want.eval_loss, rel=tolerance.FP32_LOSS)
+    want = _reference(case.folder, case.global_batch_size, kind)
+    assert_equal(got, want, note_error, f"interleaved {kind}", case.train.optimizer)
 
 
 def _held(rank: int, case: Case) -> tuple[list[tuple[int, bool, bool]], list[str], int]:

@@ -135,9 +135,12 @@ def outcomes(folders: dict[str, Path]) -> Any:
 
 
 # All rows in float64, where nothing hides. fp32 repeats some of them, unless everything is asked for.
-FP32 = {"sgd": ("llama/", "llama-tied/"), "adamw": ("llama/tp2-pp2", "llama/dp_shard2", "llama/dp_replicate2")}
+FP32 = {
+    "sgd": ("llama/tp2", "llama/pp2", "llama-tied/tp2-pp2", "llama/tp2-pp2-dp2"),
+    "adamw": ("llama/tp2-pp2", "llama/dp_shard2", "llama/dp_replicate2"),
+}
 CASES = [(row, "float64") for row in TABLE]
-CASES += [(row, kind) for row in TABLE for kind, models in FP32.items() if row.startswith(models) or EVERYTHING]
+CASES += [(row, kind) for row in TABLE for kind, rows in FP32.items() if row in rows or EVERYTHING]
 BF16_ROWS = [f"llama/{name}" for name in LAYOUTS] + ["llama/all/tp4"]
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.spec import tolerance
-from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
 from tests.long import EVERYTHING
 from tests.parallel.families import make_family
-from tests.parallel.harness import ADAMW, Case, Outcome, assemble, compare, reference, run_cases, strategy
+from tests.parallel.harness import ADAMW, Case, Outcome, reference, strategy
+from tests.parallel.tables import Table, assert_equal
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4": {"tp": 4},  # more tensor ranks than key/value heads
     "tp2-pp2": {"tp": 2, "pp": 2},
     "tp2-pp2-recompute": {"tp": 2, "pp": 2, "recompute": -1},
+    "tp2-pp2-interleaved": {"tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "tp2-dp_shard2": {"tp": 2, "dp_shard": 2},
     "tp2-dp_replicate2": {"tp": 2, "dp_replicate": 2},
 }
@@ -88,36 +88,17 @@ def _reference(folder: Path, model: str, kind: str) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders: dict[str, Path]) -> Any:
-    """Runs all rows of a world size and kind at the first demand, on ranks that are started once."""
-
-    @cache
-    def run(world_size: int, kind: str) -> dict[str, Outcome]:
-        kept = [row for row, other in CASES if other == kind]
-        names = [row for row in kept if _case(folders, row, kind).strategy.world_size == world_size]
-        by_rank = run_distributed(run_cases, world_size, [_case(folders, row, kind) for row in names], timeout=280)
-        return {row: assemble([rank[i] for rank in by_rank]) for i, row in enumerate(names)}
-
-    return run
+def outcomes(folders: dict[str, Path]) -> Table:
+    return Table({(row, kind): _case(folders, row, kind) for row, kind in CASES})
 
 
 @pytest.mark.parametrize(("row", "kind"), CASES)
-def test_22_equals_one_process(row: str, kind: str, folders: dict[str, Path], outcomes: Any, note_error: Any) -> None:
+def test_22_equals_one_process(row: str, kind: str, outcomes: Table, note_error: Any) -> None:
     """Megatron-LM 1446, 443: a rank sees its positions alone, and every norm's gradient is that of all of them.
 
     ``assemble`` asks that all ranks hold the same bits of every parameter's gradient.
     """
-    case = _case(folders, row, kind)
-    got, want = outcomes(case.strategy.world_size, kind)[row], _reference(case.folder, TABLE[row][0], kind)
-    errors = compare(got, want)
-    for name in ("loss", "norm", "gradient", "weight"):
-        note_error(f"sequence {kind} {case.dtype} {name}", getattr(errors, name))
-    sharp = case.dtype is torch.float64
-    assert errors.loss <= (tolerance.FLOAT64_LOSS if sharp else tolerance.FP32_LOSS)
-    assert errors.norm <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_NORM)
-    assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
-    weights = tolerance.ADAMW_WEIGHTS if kind == "adamw" else tolerance.SGD_WEIGHTS
-    assert errors.weight <= (tolerance.FLOAT64_GRADIENT if sharp else weights)
-    assert got.eval_loss is not None
-    assert want.eval_loss is not None
-    assert abs(got.eval_loss - want.eval_loss) <= tolerance.FP32_LOSS * abs(want.eval_loss)
+    case = outcomes.cases[row, kind]
+    want = _reference(case.folder, TABLE[row][0], kind)
+    label = f"sequence {kind} {case.dtype}"
+    assert_equal(outcomes[row, kind], want, note_error, label, case.train.optimizer)

@@ -119,7 +119,7 @@ def _attend(heads: Heads, split: Strategy) -> Any:
     layout = heads.layout(split.tp, mesh.coordinate("tp"))
     query = HEADS // split.tp
     module = Attention(take(weight, layout), query)
-    layouts = apply_fsdp(module, [], mesh, {"qkv": layout}, heads.dtype) if split.dp_shard > 1 else {"qkv": layout}
+    layouts = apply_fsdp(module, [], mesh, {"qkv": layout}, heads.dtype, {}) if split.dp_shard > 1 else {"qkv": layout}
     rows = slice(mesh.data_rank * ROWS // split.dp, (mesh.data_rank + 1) * ROWS // split.dp)
     own = slice(mesh.coordinate("tp") * query, (mesh.coordinate("tp") + 1) * query)
     (module(x[rows]) * scale[rows, own]).sum().backward()
