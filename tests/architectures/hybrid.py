@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from shardwise.check import small
 from shardwise.errors import ShardwiseError
 from shardwise.launch.culprit import is_connection_error
-from shardwise.testing import _PRELOAD, RankError, run_distributed
+from shardwise.testing import PRELOAD, RankError, run_distributed
 from tests.architectures.survey import default_config
 
 TIME_LIMIT = 180.0
@@ -68,8 +67,7 @@ def _run(name: str, lengths: tuple[int, int]) -> HybridFinding:
 
 def survey(names: Sequence[str]) -> Iterator[HybridFinding]:
     """The findings of ``names`` as they come; ranks are forked from a process that has all imported that they need."""
-    forkserver.set_forkserver_preload([*_PRELOAD, "transformers.conversion_mapping", "shardwise.check.ranks", __name__])
-    forkserver.ensure_running()
+    PRELOAD.extend(["transformers.conversion_mapping", "shardwise.check.ranks", __name__])
     return map(examine, names)
 
 
