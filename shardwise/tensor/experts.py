@@ -50,7 +50,8 @@ def _cuts_from(
     whole = params[last].detach()
     others = {name: p for name, p in params.items() if name != last}
     needed: dict[str, list[torch.Tensor]] = {name: [] for name in others}
-    # What is added for biases counts on one rank alone; without them the ranks' results must sum to the whole.
+    # What is added for biases counts on one rank alone; without them, and without what passes by the matrices, the
+    # ranks' results must sum to the whole.
     biases = {name: torch.zeros_like(p) for name, p in params.items() if p.dim() < 3}
     missing = torch.func.functional_call(module, biases, args, dict(kwargs)).detach()
     for rank in range(degree):
@@ -62,9 +63,10 @@ def _cuts_from(
         grads = torch.autograd.grad(out, list(others.values()), _weights(out), allow_unused=True)
         for name, grad in zip(others, grads, strict=True):
             needed[name].append(torch.zeros_like(params[name], dtype=torch.bool) if grad is None else grad.ne(0))
-    if bool((missing.abs() > _ROUNDING * whole.abs().max()).any()):
-        return None  # something in it does not pass through its matrices: each rank would add it
-    cuts = {last: ParamCut(dim, (Part(size),))}
+    repeated = _passed_by(module, args, kwargs, biases | {last: torch.zeros_like(whole)})
+    if not torch.allclose(missing, (1 - degree) * repeated, atol=_ROUNDING * float(whole.abs().max())):
+        return None
+    cuts = {last: ParamCut(dim, (Part(size),), once=bool(repeated.any()))}
     for name, supports in needed.items():
         cut = _cut(supports)
         if cut is None:
@@ -72,6 +74,13 @@ def _cuts_from(
         cuts[name] = cut
     # At least one matrix before the last, else its inputs are those of the stack.
     return cuts if any(cut.dim is not None and params[n].dim() == 3 for n, cut in cuts.items() if n != last) else None
+
+
+def _passed_by(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], zeros: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """What of the result does not pass through a matrix (experts that hand on their input); all ranks have it."""
+    return torch.func.functional_call(module, dict(zeros), args, dict(kwargs)).detach()
 
 
 def _cut(supports: list[torch.Tensor]) -> ParamCut | None:

@@ -17,7 +17,8 @@ _STYLES = {
     "mla_kv_a_proj": Style.SUM_OUTPUT,
     "moe_tp_experts": Style.EXPERTS,
 }
-_OF_PARAMETERS = ("packed_colwise", "packed_rowwise", "local_params")
+# What a table says of parameters, or of the stack of experts around them.
+_OF_PARAMETERS = ("packed_colwise", "packed_rowwise", "local_params", "moe_identity_expert")
 
 
 def published_table(model: Any, structure: Structure, own: ShardingTable) -> tuple[ShardingTable | None, set[str]]:

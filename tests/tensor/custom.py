@@ -67,12 +67,23 @@ class FedBlock(nn.Module):
 class Repeating(nn.Module):
     """A stack of experts that adds its input to the result, as experts without weights do."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(2, 6, 4)), nn.Parameter(torch.randn(2, 4, 6))
+        self.up, self.down = nn.Parameter(torch.randn(2, 6, width)), nn.Parameter(torch.randn(2, width, 6))
 
     def forward(self, x: torch.Tensor, repeated: float) -> torch.Tensor:
         return sum(F.silu(x @ u.T) @ d.T for u, d in zip(self.up, self.down, strict=True)) + repeated * x
+
+
+class RepeatingBlock(nn.Module):
+    """A residual block of such a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(WIDTH), Repeating(WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.experts(self.norm(hidden_states), 0.5)
 
 
 class Custom(nn.Module):

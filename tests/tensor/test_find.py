@@ -19,7 +19,7 @@ from shardwise.tensor.parts import Part
 from shardwise.tensor.simulate import compare, reference
 from shardwise.tensor.table import ModuleSplit, ParamCut, ShardingTable, Style
 from tests.parallel.families import family_config
-from tests.tensor.custom import Custom, Fed, OddBlock, Repeating, StubbornBlock, small
+from tests.tensor.custom import Custom, Fed, OddBlock, Repeating, RepeatingBlock, StubbornBlock, small
 
 C, R = Style.COLUMN, Style.ROW
 LLAMA = {"self_attn.q_proj": C, "self_attn.k_proj": C, "self_attn.v_proj": C, "self_attn.o_proj": R}
@@ -171,12 +171,18 @@ def test_what_parameters_outside_of_a_block_feed_stays_whole():
     assert compare(model, table, reference(model)).error <= FLOAT64_GRADIENT
 
 
-def test_experts_that_add_their_input_are_not_cut():
+def test_what_experts_hand_on_without_matrices_counts_once():
     """Each rank would add it."""
-    stack = Repeating().double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert find_expert_cuts(stack, (x, 0.0), {}, 2) is not None
-    assert find_expert_cuts(stack, (x, 1.0), {}, 2) is None
+    for repeated in (0.0, 1.0):
+        cuts = find_expert_cuts(Repeating().double(), (x, repeated), {}, 2)
+        assert cuts is not None
+        assert {name: cut.dim for name, cut in cuts.items()} == {"down": 2, "up": 1}
+        assert any(cut.once for cut in cuts.values()) is (repeated != 0.0)
+    model = small(Custom([RepeatingBlock(), RepeatingBlock()]))
+    table, found = _found(model)
+    assert found["experts"].style is Style.EXPERTS
+    assert compare(model, table, reference(model)).error <= FLOAT64_GRADIENT
 
 
 def test_json_round_trip():
