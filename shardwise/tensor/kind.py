@@ -184,6 +184,8 @@ def real_sizes(small: nn.Module, model: nn.Module, degree: int) -> RealSizes:
 
 def _refused(kind: Kind) -> dict[str, str]:
     """What stays whole, and why."""
+    if not kind.problem.products:
+        return {"": "stays whole: none of its matrices runs exactly once in a pass"}
     reasons: dict[str, str] = {}
     for name, choice in kind.solution.choices.items():
         if choice.whole:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
     done: dict[int, _Rank] = {}
 
     def work(rank: int) -> None:
-        split = copy.deepcopy(model)
+        split = _copied(model)
         layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in split.named_parameters()}
         layouts = apply_table(split, table, groups[rank], layouts)
         logits = _pass(split, want.call, _columns(table, want.logits.shape[-1], rank))
@@ -89,6 +90,13 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
             errors[name] = max(errors.get(name, 0.0), error)
     where = max(errors, key=lambda name: errors[name])
     return Difference(errors[where], where, groups[0].moved)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy with gradients of its own; values of parameters and configurations, which no pass changes, are shared."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    configs = [vars(module).get("config") for module in model.modules()]
+    return copy.deepcopy(model, memo | {id(config): config for config in configs if config is not None})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.architectures.hybrid import ONE_LENGTH
-from tests.architectures.rows import EXACT, Row, bars
+from tests.architectures.rows import EXACT, NOT_EXAMINED, Row, bars
 from tests.architectures.tensor import CHEAPER, NONE_PUBLISHED, NOT_RIGHT, NOT_SPLIT, SAME, TRADE, WORSE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -21,6 +21,7 @@ ENGLISH = {
     NONE_PUBLISHED: "split, none published",
     NOT_SPLIT: "not split",
     EXACT: "exact",
+    NOT_EXAMINED: "not examined",
     ONE_LENGTH: "exact, rows of one length",
     "bars": "Bar | Meet it | Of | Share",
     "rows": "Model type | Tensor split | Stays whole | Moved | Pipeline cut | Tensor x pipeline",
@@ -29,7 +30,7 @@ ENGLISH = {
     "no more whole": "Published plan: no more whole",
     "none published": "No published plan: a split that is right",
     "pipeline": "Pipeline cut exact (or refused because blocks do not run once each)",
-    "hybrid": "Tensor 2 x pipeline 2: loss and gradients of one process",
+    "hybrid": "Tensor 2 x pipeline 2: loss and gradients of one process (or refused for the same reason)",
     "versions": "Found with torch {torch} and transformers {transformers}.",
     "no copy": "no small copy: {}",
     "no decoder": "no decoder on its own",
@@ -43,6 +44,7 @@ CHINESE = {
     NONE_PUBLISHED: "已切分，无发布的方案",
     NOT_SPLIT: "未切分",
     EXACT: "精确",
+    NOT_EXAMINED: "未检查",
     ONE_LENGTH: "精确，各行等长",
     "bars": "标准 | 达到 | 总数 | 比例",
     "rows": "模型类型 | 张量切分 | 完整保留 | 移动 | 流水线切分 | 张量 x 流水线",
@@ -51,7 +53,7 @@ CHINESE = {
     "no more whole": "有发布的方案：完整保留不更多",
     "none published": "无发布的方案：有正确的切分",
     "pipeline": "流水线切分精确（或因块不是各运行一次而被拒绝）",
-    "hybrid": "张量 2 x 流水线 2：损失与梯度等于单进程",
+    "hybrid": "张量 2 x 流水线 2：损失与梯度等于单进程（或因同样原因被拒绝）",
     "versions": "所用版本：torch {torch}，transformers {transformers}。",
     "no copy": "没有小副本：{}",
     "no decoder": "不是独立的解码器",

@@ -22,6 +22,7 @@ from tests.architectures.tensor import (
 )
 
 EXACT, REPEATED = "exact", "do not run once each"
+NOT_EXAMINED = "not examined"
 _LONGEST = 160
 
 
@@ -59,8 +60,8 @@ class Row:
         return self.builds == "ok" and self.causal
 
 
-def row_of(pipeline: dict[str, Any], split: dict[str, Any], both: dict[str, Any]) -> Row:
-    """The row of three findings as plain data."""
+def row_of(pipeline: dict[str, Any], split: dict[str, Any], both: dict[str, Any] | None) -> Row:
+    """The row of three findings as plain data; the last may be missing."""
     cut = Finding(**pipeline)
     counts = {key: None if split[key] is None else Count(**split[key]) for key in ("own", "published")}
     found = TensorFinding(**(split | counts))
@@ -79,7 +80,7 @@ def row_of(pipeline: dict[str, Any], split: dict[str, Any], both: dict[str, Any]
         published_moved=theirs.moved,
         seconds=found.seconds,
         pipeline=short(cut.pipeline if cut.structure == "ok" else cut.structure),
-        hybrid=short(both["result"]),
+        hybrid=NOT_EXAMINED if both is None else short(both["result"]),
     )
 
 
@@ -95,13 +96,14 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
     published = [row for row in counted if row.published]
     none = [row for row in counted if not row.published]
     repeated = [row for row in counted if REPEATED in row.pipeline]
+    both = [row for row in counted if row.hybrid != NOT_EXAMINED]
     return {
         "builds": (sum(row.builds == "ok" for row in rows.values()), len(rows)),
         "published": (sum(row.tensor in (SAME, CHEAPER) for row in published), len(published)),
         "no more whole": (sum(row.tensor in (SAME, CHEAPER, TRADE) for row in published), len(published)),
         "none published": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
         "pipeline": (sum(row.pipeline == EXACT for row in counted) + len(repeated), len(counted)),
-        "hybrid": (sum(row.hybrid in (EXACT, ONE_LENGTH) for row in counted), len(counted)),
+        "hybrid": (sum(row.hybrid in (EXACT, ONE_LENGTH) or REPEATED in row.pipeline for row in both), len(both)),
     }
 
 
