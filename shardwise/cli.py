@@ -153,6 +153,24 @@ def export(
         raise typer.Exit(EXIT_DIFFERENT)
 
 
+@app.command("estimate")
+@_interruptible
+def estimate_runs(
+    runs: Annotated[str, typer.Option(help="a CSV file, one configuration a row")],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Predict step time and memory of given configurations, and compare them with what was measured."""
+    from shardwise.planner.accuracy import answer, predict, read_rows
+    from shardwise.report.estimates import show_estimates
+    from shardwise.report.results import print_json, results_console
+
+    found = answer(predict(read_rows(runs)))
+    if as_json:
+        print_json(found)
+    else:
+        show_estimates(found, results_console())
+
+
 @model_app.command("show")
 @_interruptible
 def model_show(

@@ -29,6 +29,7 @@ from shardwise.spec.run import LoraConfig, RunConfig
 from tests.check.commands import checks_a_plan, shows_a_model
 from tests.fixtures import make_model, make_rows
 from tests.parallel.lora_harness import make_adapter
+from tests.planner.commands import estimates_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
@@ -268,6 +269,8 @@ COMMANDS: dict[str, Check] = {
     "shardwise export --merge output/lora merged": merges,
     CHECK: checks_a_plan,
     f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
+    "shardwise estimate --runs runs.csv": estimates_runs,
+    "shardwise estimate --runs runs.csv --json": estimates_runs,
     "shardwise model show DIR": shows_a_model,
     "shardwise model show DIR --tp 2 --json": shows_a_model,
 }

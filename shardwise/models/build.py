@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -117,7 +118,7 @@ def recompute_buffers(model: PreTrainedModel) -> None:
     """
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers' own mark: its initialisation leaves it alone
-    for name, module in model.named_modules():
+    for owner, name, module in initialised_modules(model):
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue
@@ -126,11 +127,28 @@ def recompute_buffers(model: PreTrainedModel) -> None:
             raise _refused(f"{name}.{stored[0]}", "files hold whole numbers in it, and only weights are read and saved")
         for buffer in buffers.values():
             buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()
-        model._init_weights(module)
+        owner._init_weights(module)
         for buffer_name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and bool(buffer.isnan().any()):
                 rule = "no file holds it and the model's own initialisation does not fill it"
                 raise _refused(f"{name}.{buffer_name}", rule)
+
+
+def initialised_modules(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
+    """All modules by name, children first, each with the model whose ``_init_weights`` transformers calls for it.
+
+    That is the innermost model that it is a part of: it may know classes, and read attributes, that others do not.
+    """
+    yield from _initialised(model, model, "")
+
+
+def _initialised(
+    owner: PreTrainedModel, module: nn.Module, name: str
+) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
+    for key, child in module.named_children():
+        of_child = child if isinstance(child, PreTrainedModel) else owner
+        yield from _initialised(of_child, child, f"{name}.{key}" if name else key)
+    yield owner, name, module
 
 
 def _refused(buffer: str, rule: str) -> PlanError:

@@ -1,15 +1,14 @@
-"""Proof that a model is a chain of blocks, which is what a pipeline can cut.
+"""Proof that a model is a chain of blocks, which is what a pipeline can cut, and what crosses each border.
 
-The model's own ``forward`` runs once on fake tensors: shapes and autograd, no memory and no numbers. The
-output of the embedding and of each block is replaced by a fresh leaf, so that autograd's graph tells what
-each part depends on, by whatever way it got there. Nothing here knows an architecture.
+The model's own ``forward`` runs once on fake tensors: shapes and autograd, no memory and no numbers. What each
+part depends on is told by autograd's graph, see :mod:`shardwise.models.flow`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,24 +16,55 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
+from shardwise.models.flow import RETURNED, Place, Recorder, Shape, template_of
+from shardwise.models.origins import Origins
 from shardwise.models.shrink import build_small, shrink
-from shardwise.models.structure import Structure, find_structure
-from shardwise.models.trace import LENGTH, ROWS, fake_forward, hooked, real_forward
+from shardwise.models.structure import Structure, find_structure, text_config
+from shardwise.models.trace import SIZES, fake_forward, hooked, real_forward
 
-Forward = Callable[[nn.Module], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Forward = Callable[[nn.Module, tuple[int, int], Origins], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+# A second pass of other sizes: what depends on them in another way than by being one of them then shows.
+_OTHER_SIZES = (5, 17)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that one part of a model makes and a later one reads.
+
+    Args:
+        module: the part: a block, or a module that runs before the blocks.
+        place: where the tensor lies in what the part returns, or writes into its arguments.
+        shape: its shape in the whole model.
+        first: the first border that it crosses; border k lies before block k.
+        last: the last one.
+        parameters: names of those that it depends on; None: not known, it may be any.
+    """
+
+    module: str
+    place: Place
+    shape: Shape
+    first: int
+    last: int
+    parameters: frozenset[str] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What stands around the blocks, by module name, and how a block is called and answers.
+    """What stands around the blocks, by module name, how a block is called and answers, and what flows.
 
     Args:
         before: modules with parameters that only the first stage needs, the token embedding left out.
         after: modules with parameters that only the last stage needs, the head left out.
-        templates: what the modules of ``before`` and the embedding return, see :func:`template_of`.
+        templates: what modules outside of the blocks, and blocks, return; see :func:`template_of`.
         input_key: the place or the name of the hidden state among a block's arguments.
         num_outputs: 0 where a block returns its hidden state, else the length of the tuple that it returns.
         output_index: place of the hidden state in that tuple.
+        own_before: parameters of modules around the blocks that only the first stage needs.
+        own_after: the same of the last stage.
+        written: block -> (argument, entry) -> the form of what it writes there.
+        hidden: block -> its hidden state; a block that does not run has none.
+        further: all other values that are read behind a border.
     """
 
     before: tuple[str, ...]
@@ -43,37 +73,24 @@ class Chain:
     input_key: int | str = 0
     num_outputs: int = 0
     output_index: int = 0
+    own_before: tuple[str, ...] = ()
+    own_after: tuple[str, ...] = ()
+    written: dict[str, dict[tuple[Any, Any], Any]] = field(default_factory=dict)
+    hidden: dict[int, Value] = field(default_factory=dict)
+    further: tuple[Value, ...] = ()
 
+    def border(self, block: int) -> tuple[Value, ...]:
+        """What crosses the border before ``block``, the hidden state first; nothing before the first block."""
+        ran = [index for index in self.hidden if index < block]
+        if not ran:
+            return ()
+        state = self.hidden[max(ran)]
+        others = [*self.further, *(value for index, value in self.hidden.items() if index != max(ran))]
+        return (state, *(value for value in others if value.first <= block <= value.last))
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a tensor; ``floating`` of numbers, else of indices."""
-
-    sizes: tuple[int | str, ...]
-    floating: bool
-
-    def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros of this shape for the rows and the length of ``like`` [rows, length, ...]."""
-        known = {"rows": like.shape[0], "length": like.shape[1]}
-        shape = [known[size] if isinstance(size, str) else size for size in self.sizes]
-        return like.new_zeros(shape, dtype=like.dtype if self.floating else torch.int64)
-
-
-@dataclass
-class _Record:
-    """What happened in the pass, in its order."""
-
-    order: list[int] = field(default_factory=list)
-    keys: set[int | str] = field(default_factory=set)
-    shapes: set[tuple[int, int]] = field(default_factory=set)  # (length of the output, place of the state)
-    leaves: dict[int, str] = field(default_factory=dict)  # identity -> parameter, "embedding" or "block 3"
-    last: torch.Tensor | None = None
-    reached: dict[int, set[int]] = field(default_factory=dict)  # block -> leaves that its output depends on
-    before: set[int] = field(default_factory=set)  # the leaves that the input of the first block depends on
-    templates: dict[str, Any] = field(default_factory=dict)
-    passed: dict[int, int] = field(default_factory=dict)  # identity of a further result -> block that returned it
-    broken: str | None = None  # the first rule that the pass broke
-    alive: list[torch.Tensor] = field(default_factory=list)  # so that identities stay their own
+    def runs(self, block: int) -> bool:
+        """Whether ``block`` runs in a pass over token ids (cross attention to an image does not)."""
+        return block in self.hidden
 
 
 def find_chain(model: nn.Module, structure: Structure) -> Chain:
@@ -82,19 +99,20 @@ def find_chain(model: nn.Module, structure: Structure) -> Chain:
     A model that asks for numbers in its forward is checked on a small copy of it with real ones.
 
     Raises:
-        PlanError: a block that runs more than once or out of order, that depends on more of the earlier
-            blocks or of the embedding than its hidden state, or a head that does.
+        PlanError: a block that runs more than once or out of order, that uses a weight of another block or of a module
+            outside of the blocks, or something that flows between blocks and cannot be handed over.
     """
     try:
-        return _found(model, structure, fake_forward)
+        return _proven(model, structure, fake_forward)
     except _Untraceable as error:
         if not isinstance(model, PreTrainedModel):
             raise error.refusal from None
     small = build_small(shrink(model.config), torch.float32)
     try:
-        return _found(small, find_structure(small), real_forward)
+        chain = _proven(small, find_structure(small), real_forward)
     except _Untraceable as error:
         raise error.refusal from None
+    return _of_whole(model, structure, small, chain)
 
 
 class _Untraceable(Exception):
@@ -105,120 +123,49 @@ class _Untraceable(Exception):
         self.refusal = refusal
 
 
-def _found(model: nn.Module, structure: Structure, forward: Forward) -> Chain:
+def _proven(model: nn.Module, structure: Structure, forward: Forward) -> Chain:
+    chain = _found(model, structure, forward, SIZES)
+    states = {value.shape.sizes[:2] == ("rows", "length") for value in chain.hidden.values()}
+    if chain.further or states != {True}:
+        other = _found(model, structure, forward, _OTHER_SIZES)
+        if (other.hidden, other.further) != (chain.hidden, chain.further):
+            raise _refusal(model, "the shapes of what flows between its blocks depend on more than rows and length")
+    return chain
+
+
+def _found(model: nn.Module, structure: Structure, forward: Forward, sizes: tuple[int, int]) -> Chain:
+    record, logits, state = record_pass(model, structure, forward, sizes)
+    if any(later <= earlier for earlier, later in zip(record.order, record.order[1:], strict=False)):
+        raise _refusal(model, _order_rule(record.order, structure.num_blocks))
+    if record.broken is not None:
+        raise _refusal(model, record.broken)
+    behind = record.finish(logits)
+    return _chain(model, structure, record, {id(tensor): name for name, tensor in state.items()}, behind)
+
+
+def record_pass(
+    model: nn.Module, structure: Structure, forward: Forward, sizes: tuple[int, int]
+) -> tuple[Recorder, torch.Tensor, dict[str, torch.Tensor]]:
+    """One pass with a recorder on all parts: the record, the logits, and what ``forward`` tells of the parameters."""
     blocks = list(model.get_submodule(structure.blocks).children())
-    record = _Record()
+    record = Recorder([f"{structure.blocks}.{index}" for index in range(len(blocks))], sizes)
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            stack.enter_context(hooked(block, *_block_hooks(record, index)))
+            stack.enter_context(hooked(block, *record.block_hooks(index)))
         for name, module in model.named_modules():
-            if name and not f"{name}.".startswith(f"{structure.blocks}."):
-                stack.enter_context(hooked(module, None, _template_hook(record, name)))
-        embedding = model.get_submodule(structure.embedding)
-        stack.enter_context(hooked(embedding, None, lambda _m, _a, out: _leaf(record, out, "embedding")))
+            if (
+                name
+                and not f"{name}.".startswith(f"{structure.blocks}.")
+                and not structure.blocks.startswith(f"{name}.")
+            ):
+                is_part = name == structure.embedding or any(True for _ in module.parameters(recurse=False))
+                stack.enter_context(hooked(module, None, record.part_hook(name, is_part=is_part)))
         try:
-            logits, state = forward(model)
+            logits, state = forward(model, sizes, record.origins)
         except Exception as error:  # whatever the architecture does: it cannot be shown to be a chain
             rule = f"its forward cannot be traced ({type(error).__name__}: {error})"
             raise _Untraceable(_refusal(model, rule)) from error
-    record.leaves.update({id(tensor): name for name, tensor in state.items()})
-    if record.order != list(range(len(blocks))):
-        raise _refusal(model, _order_rule(record.order, len(blocks)))
-    if record.broken is not None:
-        raise _refusal(model, record.broken)
-    return _chain(model, structure, record, _names(record, _reached(logits)))
-
-
-def _leaf(record: _Record, tensor: torch.Tensor, name: str) -> torch.Tensor:
-    leaf = tensor.detach().requires_grad_()
-    record.leaves[id(leaf)] = name
-    record.alive.append(leaf)
-    return leaf.clone()  # the model may change it in place, which a leaf does not allow
-
-
-def _block_hooks(record: _Record, index: int) -> tuple[Any, Any]:
-    """Hooks that note what the block receives and returns; what is wrong is told after the pass."""
-
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        record.order.append(index)
-        key = next((k for k, v in given.items() if (v is record.last if index else _has_gradient(v))), None)
-        if key is None:
-            source = f"block {index - 1}" if index else "the embedding"
-            record.broken = record.broken or f"block {index} does not receive what {source} returns"
-            return None
-        record.keys.add(key)
-        passed = next((record.passed[id(t)] for t in _tensors(list(given.values())) if id(t) in record.passed), None)
-        if passed is not None:
-            record.broken = record.broken or f"block {index} receives more of block {passed} than its hidden state"
-        if index:
-            return None
-        record.before = _reached(given[key])
-        given[key] = _leaf(record, given[key], "input of block 0")
-        return tuple(given[place] for place in range(len(args))), {k: v for k, v in given.items() if isinstance(k, str)}
-
-    def after(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
-        place, length = 0, 0
-        if isinstance(out, tuple | list):
-            length = len(out)
-            place = next((i for i, item in enumerate(out) if _has_gradient(item) and item.dim() == 3), 0)
-        state = out[place] if length else out
-        if not _has_gradient(state):
-            record.broken = record.broken or f"block {index} returns no hidden state but a {type(out).__name__}"
-            return out
-        others = [tensor for item in (out if length else ()) for tensor in _tensors(item) if item is not state]
-        record.passed.update({id(tensor): index for tensor in others})
-        record.alive += others
-        record.shapes.add((length, place))
-        record.reached[index] = _reached(state)
-        record.last = _leaf(record, state, f"block {index}")
-        return (*out[:place], record.last, *out[place + 1 :]) if length else record.last
-
-    return before, after
-
-
-def _template_hook(record: _Record, name: str) -> Any:
-    def after(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
-        record.templates[name] = template_of(out)
-
-    return after
-
-
-def template_of(value: Any) -> Any:
-    """What is known of a result beside its numbers: shapes, in which "rows" and "length" stand for those of a batch."""
-    if isinstance(value, torch.Tensor):
-        named = {ROWS: "rows", LENGTH: "length"}
-        return Shape(tuple(named.get(size, size) for size in value.shape), value.is_floating_point())
-    return tuple(template_of(item) for item in value) if isinstance(value, tuple | list) else None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _reached(tensor: torch.Tensor) -> set[int]:
-    """Identities of the leaves that ``tensor`` was computed from."""
-    leaves, seen, waiting = set(), set(), [tensor.grad_fn]
-    if tensor.grad_fn is None:
-        return {id(tensor)}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        waiting.extend(parent for parent, _ in node.next_functions)
-    return leaves
+    return record, logits, state
 
 
 def _order_rule(order: list[int], num_blocks: int) -> str:
@@ -229,38 +176,82 @@ def _order_rule(order: list[int], num_blocks: int) -> str:
     return f"its {num_blocks} blocks do not run once each, in order (they run as {order})"
 
 
-def _names(record: _Record, leaves: set[int]) -> set[str]:
-    return {record.leaves.get(leaf, "a tensor of its own") for leaf in leaves}
+def _chain(
+    model: nn.Module, structure: Structure, record: Recorder, names: dict[int, str], reached_behind: set[int]
+) -> Chain:
+    def named(leaves: Iterable[int]) -> set[str]:
+        return {names.get(leaf, "a tensor of its own") for leaf in leaves}
+
+    if not record.order or record.order[0] != 0:
+        raise _refusal(model, _order_rule(record.order, structure.num_blocks))
+    if len(record.keys) != 1 or len(record.forms) != 1:
+        raise _refusal(model, "its blocks are not all called, or do not all answer, in the same way")
+    parameters = [named(leaves) for leaves in record.parameters()]
+    own_leaves = {index: named(leaves) for index, leaves in record.leaves.items()}
+    _check_blocks(model, structure, own_leaves)
+    read_early = [number for number, value in enumerate(record.values) if value.border == 0 and value.last >= 0]
+    ahead = own_leaves[0].union(*(parameters[number] for number in read_early))
+    ahead = {name for name in ahead if not name.startswith((f"{structure.blocks}.0.", f"{structure.embedding}."))}
+    behind = named(reached_behind)
+    if structure.tied:
+        behind -= {f"{structure.embedding}.weight"}
+    _check_ends(model, structure, ahead, behind)
+    modules, own = _modules(model, structure, ahead, behind)
+    hidden, further = _values(model, structure, record, parameters)
+    num_outputs, output_index = record.forms.pop()
+    needed = {name: record.templates.get(name) for name in (structure.embedding, *modules[0], *record.names)}
+    return Chain(*modules, needed, record.keys.pop(), num_outputs, output_index, *own, record.written, hidden, further)
 
 
-def _chain(model: nn.Module, structure: Structure, record: _Record, after: set[str]) -> Chain:
-    last = structure.num_blocks - 1
-    for index, leaves in record.reached.items():
-        reached = _names(record, leaves)
-        allowed = f"block {index - 1}" if index else "input of block 0"
-        inside = f"{structure.blocks}.{index}."
-        for name in sorted(reached - {allowed}):
-            if not name.startswith(inside):
-                rule = f"block {index} depends on {_told(name)} by another way than its hidden state"
-                raise _refusal(model, rule)
-    tied = f"{structure.embedding}.weight" if structure.tied else ""
-    behind, ahead = after - {f"block {last}", tied}, _names(record, record.before) - {"embedding"}
-    foreign = sorted(
-        name for name in behind if not _is_parameter(model, name) or name.startswith(f"{structure.blocks}.")
-    )
-    if foreign:
-        raise _refusal(model, f"what follows the blocks depends on {_told(foreign[0])}, not only on the last block")
+def _check_blocks(model: nn.Module, structure: Structure, leaves: dict[int, set[str]]) -> None:
+    """A block uses its own weights; the first one also what runs before it, which is of the same stage."""
+    for index, names in leaves.items():
+        for name in sorted(names):
+            own = name.startswith(f"{structure.blocks}.{index}.")
+            if not own and (index > 0 or name.startswith(f"{structure.blocks}.")):
+                raise _refusal(model, f"block {index} uses {name}, which is not its own")
+
+
+def _check_ends(model: nn.Module, structure: Structure, ahead: set[str], behind: set[str]) -> None:
+    """What is used before the blocks and what is used after them are different parameters, and none of a block."""
+    if structure.tied and f"{structure.embedding}.weight" not in dict(model.named_parameters()):
+        raise _refusal(model, f"a module before {structure.embedding} and {structure.head} shares their weight")
+    for name in sorted(ahead | behind):
+        where = "precedes" if name in ahead else "follows"
+        if not _is_parameter(model, name) or name.startswith(f"{structure.blocks}."):
+            raise _refusal(model, f"what {where} the blocks depends on {name}")
     both = sorted(behind & ahead)
     if both:
         raise _refusal(model, f"{both[0]} is used before the first block and after the last")
-    if len(record.keys) != 1 or len(record.shapes) != 1:
-        raise _refusal(model, "its blocks are not all called, or do not all answer, in the same way")
-    if tied and tied not in dict(model.named_parameters()):
-        raise _refusal(model, f"a module before {structure.embedding} and {structure.head} shares their weight")
-    before_modules, after_modules = _modules(model, structure, ahead, behind)
-    num_outputs, output_index = record.shapes.pop()
-    needed = {name: record.templates.get(name) for name in (structure.embedding, *before_modules)}
-    return Chain(before_modules, after_modules, needed, record.keys.pop(), num_outputs, output_index)
+
+
+def _values(
+    model: nn.Module, structure: Structure, record: Recorder, parameters: list[set[str]]
+) -> tuple[dict[int, Value], tuple[Value, ...]]:
+    """The hidden states by block, and all other values that cross a border."""
+    hidden: dict[int, Value] = {}
+    further = []
+    blocks = {number: block for block, number in record.hidden.items()}
+    for number, made in enumerate(record.values):
+        last = min(made.last, structure.num_blocks - 1)
+        is_last = number in blocks and made.border == structure.num_blocks  # no border lies behind it
+        if max(made.border, 1) > last and not is_last:
+            continue
+        shape = template_of(made.tensor, record.sizes)
+        names = frozenset(parameters[number])
+        value = Value(made.module, made.place, shape, max(made.border, 1), last, names)
+        if number in blocks:
+            hidden[blocks[number]] = value
+            following = next((index for index in record.order if index > blocks[number]), last)
+            handed_on = made.last > following
+        else:
+            further.append(value)
+            handed_on = True
+        if handed_on and made.tensor._version:
+            raise _refusal(model, f"{value.module} returns what later blocks read, and it is changed in place")
+        if record.calls.get(made.module, 1) > 1:
+            raise _refusal(model, f"later blocks read what {made.module} returns, which runs several times before them")
+    return hidden, tuple(further)
 
 
 def _is_parameter(model: nn.Module, name: str) -> bool:
@@ -271,30 +262,47 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
         return False
 
 
-def _told(name: str) -> str:
-    return {"embedding": "the embedding"}.get(name, name)
-
-
 def _modules(
     model: nn.Module, structure: Structure, ahead: set[str], behind: set[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Every module outside of the blocks that has parameters of its own: needed before the blocks or after.
+) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What has parameters outside of the blocks, needed before them or after: modules, and parameters beside them.
 
-    One that the pass does not reach (a vision tower, a head of another task) stays with the first stage.
+    What the pass does not reach (a vision tower, a head of another task) stays with the first stage.
     """
     ends = tuple(f"{name}." for name in (structure.blocks, structure.embedding, structure.head))
-    before: list[str] = []
-    after: list[str] = []
+    modules: tuple[list[str], list[str]] = ([], [])
+    own: tuple[list[str], list[str]] = ([], [])
     for name, module in model.named_modules():
-        own = {f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False)}
-        if not own or f"{name}.".startswith(ends):
+        found = [f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False)]
+        if not found or f"{name}.".startswith(ends):
             continue
         if structure.blocks.startswith(f"{name}.") or not name:
-            raise _refusal(model, f"{sorted(own)[0]} is a parameter beside the blocks and not of a module")
-        if own & behind and own & ahead:
+            for parameter in found:
+                own[parameter in behind].append(parameter)
+            continue
+        is_after = bool(behind.intersection(found))
+        if is_after and ahead.intersection(found):
             raise _refusal(model, f"{name} is used before the first block and after the last")
-        (after if own & behind else before).append(name)
-    return tuple(before), tuple(after)
+        modules[is_after].append(name)
+    return (tuple(modules[0]), tuple(modules[1])), (tuple(own[0]), tuple(own[1]))
+
+
+def _of_whole(model: PreTrainedModel, structure: Structure, small: PreTrainedModel, chain: Chain) -> Chain:
+    """The chain of ``model`` from that of its small copy, of which numbers of blocks and widths are its own."""
+    width = text_config(small).hidden_size
+    plain = ("rows", "length", width)
+    if chain.further or any(v.shape.sizes != plain or v.first < v.last for v in chain.hidden.values()):
+        raise _refusal(model, "its forward asks for numbers, and more than one hidden state flows between its blocks")
+    shape = Shape(("rows", "length", text_config(model).hidden_size), model.dtype)
+    place = (RETURNED, chain.output_index) if chain.num_outputs else (RETURNED,)
+    hidden = {
+        index: Value(f"{structure.blocks}.{index}", place, shape, index + 1, index + 1)
+        for index in range(structure.num_blocks)
+    }
+    templates = dict(chain.templates)
+    for index in range(structure.num_blocks):
+        templates[f"{structure.blocks}.{index}"] = (None,) * chain.num_outputs or None
+    return replace(chain, templates=templates, written={}, hidden=hidden)
 
 
 def _refusal(model: nn.Module, rule: str) -> PlanError:

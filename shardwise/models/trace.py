@@ -6,7 +6,7 @@ The model may be on meta. Where it asks for numbers in its forward (routers do),
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardwise.models.calling import call_model
 
 # Unlike any size of a model, so that a shape tells which of its dims are the rows and the length.
-ROWS, LENGTH = 11, 13
+SIZES = (11, 13)
 
 
 class _Called(nn.Module):
@@ -30,10 +30,13 @@ class _Called(nn.Module):
         return call_model(self.model, input_ids, position_ids)
 
 
-def fake_forward(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def fake_forward(
+    model: nn.Module, sizes: tuple[int, int] = SIZES, within: AbstractContextManager[Any] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The logits of ``model`` on fake tensors, and the fake leaves that stood for its parameters and buffers.
 
-    Hooks of the model's modules run. Whatever the model raises is passed on.
+    ``sizes`` are the rows and the length of the pass, which runs inside ``within``. Hooks of the modules run.
+    Whatever the model raises is passed on.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _traceable_experts(model):
         state = {}
@@ -41,18 +44,22 @@ def fake_forward(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor
             fake = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
             state[name] = fake.requires_grad_(isinstance(tensor, nn.Parameter) and tensor.is_floating_point())
         given = {f"model.{name}": tensor for name, tensor in state.items()}
-        logits: torch.Tensor = torch.func.functional_call(_Called(model), given, _inputs())
+        with within or nullcontext():
+            logits: torch.Tensor = torch.func.functional_call(_Called(model), given, _inputs(sizes))
     return logits, state
 
 
-def real_forward(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def real_forward(
+    model: nn.Module, sizes: tuple[int, int] = SIZES, within: AbstractContextManager[Any] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same with the numbers of ``model``, which is on the CPU."""
-    with torch.enable_grad():
-        return call_model(model, *_inputs()), dict(model.named_parameters())
+    with torch.enable_grad(), within or nullcontext():
+        return call_model(model, *_inputs(sizes)), dict(model.named_parameters())
 
 
-def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+def _inputs(sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, length = sizes
+    positions = torch.arange(length).expand(rows, length)
     return torch.zeros_like(positions), positions
 
 
@@ -68,9 +75,9 @@ def called_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 @contextmanager
 def hooked(module: nn.Module, before: Any, after: Any) -> Iterator[None]:
-    """A forward pre-hook (with keyword arguments) and a forward hook, taken away again."""
+    """A forward pre-hook and a forward hook, both with keyword arguments, taken away again."""
     handles = [module.register_forward_pre_hook(before, with_kwargs=True)] if before else []
-    handles += [module.register_forward_hook(after)] if after else []
+    handles += [module.register_forward_hook(after, with_kwargs=True)] if after else []
     try:
         yield
     finally:

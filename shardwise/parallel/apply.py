@@ -60,7 +60,7 @@ def parallelize(
     routers = take_routers(model)
     inject(model, adapters)
     stages, shards = [], []
-    for stage, layouts in cut_stages(model, structure, mesh):
+    for stage, layouts in cut_stages(model, structure, mesh, table):
         stages.append(stage)
         stage.dropout = DropoutStreams(seed, mesh, stage.index)
         shards += _split_stage(stage, stage.dropout, layouts, mesh, table, routers, compute_dtype, compiled)

@@ -36,12 +36,11 @@ GATHERED_STAGES = 3  # of a rank, at the same time, where FSDP gives weights bac
 
 @dataclass(frozen=True)
 class StageShapes:
-    """The static shapes of a step: ``rows`` x ``length`` of each of ``num_micro_batches``, and the widths."""
+    """The static shapes of a step: ``rows`` x ``length`` of each of ``num_micro_batches``, and the logits."""
 
     rows: int
     length: int
     num_micro_batches: int
-    hidden_size: int
     local_vocab_size: int
     dtype: torch.dtype
 
@@ -149,15 +148,19 @@ class PipelineEngine:
         return _add_send_recv(lowered, lambda stage: stage % num_ranks, self.num_stages)
 
 
-def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool) -> torch.Tensor:
+def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool) -> tuple[torch.Tensor, ...]:
     """Static metadata of a stage's input or output: without it torch runs the stage on garbage to find out."""
     rows = (shapes.rows, shapes.length)
     if incoming and stage.is_first:
-        return torch.empty(rows, dtype=torch.int64, device="meta")
-    is_logits = not incoming and stage.is_last
-    width = shapes.local_vocab_size if is_logits else shapes.hidden_size
-    needs_grad = backward and stage.grads_at_ends[0 if incoming else 1]
-    return torch.empty((*rows, width), dtype=shapes.dtype, device="meta", requires_grad=needs_grad)
+        return (torch.empty(rows, dtype=torch.int64, device="meta"),)
+    if not incoming and stage.is_last:
+        size = (*rows, shapes.local_vocab_size)
+        return (torch.empty(size, dtype=shapes.dtype, device="meta", requires_grad=backward),)
+    end = 0 if incoming else 1
+    return tuple(
+        torch.empty(shape.of(*rows), dtype=shape.dtype, device="meta", requires_grad=backward and needs_grad)
+        for shape, needs_grad in zip(stage.shapes_at_ends[end], stage.grads_at_ends[end], strict=True)
+    )
 
 
 def _torch_actions(lists: ActionLists) -> dict[int, list[_Action | None]]:

@@ -41,7 +41,6 @@ class ParallelModel:
         self.stages, self.shards, self.mesh = tuple(stages), tuple(shards), mesh
         self.tied_group = tied_group
         config = self.stages[0].model.config.get_text_config()
-        self._hidden_size: int = config.hidden_size
         self._dtype = compute_dtype  # of activations, which may be coarser than the stored weights
         split_logits &= mesh.size("tp") > 1
         parts, part = (mesh.size("tp"), mesh.coordinate("tp")) if split_logits else (1, 0)
@@ -145,7 +144,7 @@ class ParallelModel:
         else:
             num_micro_batches, rows, length = ids.shape
             local_vocab = self._vocab[1] - self._vocab[0]
-            shapes = StageShapes(rows, length, num_micro_batches, self._hidden_size, local_vocab, self._dtype)
+            shapes = StageShapes(rows, length, num_micro_batches, local_vocab, self._dtype)
             losses = self._engine.run(
                 shapes, ids, targets, positions, lambda output, target: self._loss(output, target, scale), backward
             )
@@ -161,7 +160,7 @@ class ParallelModel:
         for index in range(len(ids)):
             if backward:
                 set_last_micro_batch(stage, index == len(ids) - 1)
-            loss = self._loss(stage(ids[index], positions[index]), targets[index], scale)
+            loss = self._loss(stage(ids[index], position_ids=positions[index]), targets[index], scale)
             if backward:
                 loss.backward()
             losses.append(loss.detach())

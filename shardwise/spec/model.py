@@ -247,7 +247,14 @@ def _optional_size(config: dict[str, Any], spellings: Sequence[str], path: Path,
 
 
 def _inner(config: dict[str, Any], hidden: int, path: Path) -> int:
-    """Width of the feed-forward part: four times the hidden size in families that leave it out (GPT-2, Bloom)."""
+    """Width of the feed-forward part: four times the hidden size in families that leave it out (GPT-2, Bloom).
+
+    Some families give the width of each block (Gemma 3n): then their mean.
+    """
+    key = _key(config, _INNER)
+    each = [] if key is None else config[key]
+    if isinstance(each, list) and each and all(type(width) is int and width > 0 for width in each):
+        return round(sum(each) / len(each))
     gpt_like = "n_embd" in config or "n_inner" in config or config.get("model_type") in ("bloom", "falcon", "mpt")
     return _optional_size(config, _INNER, path, 4 * hidden if gpt_like else None) or _size(config, _INNER, path)
 

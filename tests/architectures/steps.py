@@ -17,6 +17,7 @@ from shardwise.parallel.pipeline import StageCut, cut_modules
 from shardwise.spec.tolerance import FLOAT64_GRADIENT, FP32_GRADIENT, relative_error
 
 ROWS, LENGTH = 2, 12
+NUM_STAGES = 3  # as many as there are blocks, where there are fewer: so something passes through a stage
 
 
 def examine_into(finding: Any, config: Any) -> None:
@@ -57,7 +58,7 @@ def examine_into(finding: Any, config: Any) -> None:
     finding.structure, finding.num_blocks = "ok", structure.num_blocks
     finding.kinds = list(structure.kinds)
     dtype = next(model.parameters()).dtype
-    _cut_in_two(finding, lambda: build_small(small, dtype), structure)
+    _cut(finding, lambda: build_small(small, dtype), structure)
 
 
 def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,8 +87,8 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _cut_in_two(finding: Any, build: Callable[[], Any], structure: Any) -> None:
-    """Compare two stages, run one after the other in this process, with the whole model."""
+def _cut(finding: Any, build: Callable[[], Any], structure: Any) -> None:
+    """Compare its stages, run one after the other in this process, with the whole model."""
     try:
         chain = find_chain(build(), structure)
     except PlanError as error:
@@ -109,27 +110,34 @@ def largest_error(build: Callable[[], Any], structure: Any, chain: Any) -> tuple
     ``build`` returns the same model each time: a copy of one that has run may keep what it computed.
     """
     ids, positions = inputs()
-    middle = structure.num_blocks // 2
+    ends = sorted({structure.num_blocks * part // NUM_STAGES for part in range(1, NUM_STAGES)} - {0})
+    cuts = [StageCut(*pair) for pair in zip([0, *ends], [*ends, structure.num_blocks], strict=True)]
     model = build()
-    first = cut_modules(build(), structure, chain, StageCut(0, middle))
-    last = cut_modules(build(), structure, chain, StageCut(middle, structure.num_blocks))
+    stages = [cut_modules(build(), structure, chain, cut) for cut in cuts]
     want = call_model(model, ids, positions)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(want.dtype)
     (want * weights).sum().backward()
-    hidden = first(ids, positions, ids)
-    received = hidden.detach().requires_grad_()
-    got = last(received, positions, ids)
-    (got * weights).sum().backward()
-    hidden.backward(received.grad)
+    borders = []
+    given: tuple[torch.Tensor, ...] = (ids,)
+    for stage in stages:
+        sent = stage(*given, position_ids=positions, input_ids=ids)
+        sent = sent if isinstance(sent, tuple) else (sent,)
+        given = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent)
+        borders.append((sent, given))
+    (got,) = given
+    got.grad = weights
+    for sent, received in reversed(borders):
+        pairs = [(s, r.grad) for s, r in zip(sent, received, strict=True) if r.grad is not None]
+        torch.autograd.backward([s for s, _ in pairs], [grad for _, grad in pairs])
     gradients: dict[str, torch.Tensor] = {}
-    for stage in (first, last):
+    for stage in stages:
         for name, parameter in stage.model.named_parameters():
             if parameter.grad is not None:
                 name = (
                     f"{structure.embedding}.weight" if structure.tied and name == f"{structure.head}.weight" else name
                 )
                 gradients[name] = gradients.get(name, 0) + parameter.grad
-    owned = [name for stage in (first, last) for name, _ in stage.model.named_parameters()]
+    owned = [name for stage in stages for name, _ in stage.model.named_parameters()]
     tied = [f"{structure.head}.weight"] if structure.tied else []
     whole = [name for name, _ in model.named_parameters()] + tied
     assert sorted(owned) == sorted(whole), f"parameters of one side only: {sorted(set(owned) ^ set(whole))}"

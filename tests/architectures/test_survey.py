@@ -20,6 +20,7 @@ def test_most_architectures_build_and_cut_exactly() -> None:
     runs = [f for f in findings if f.runs]
     assert len(runs) >= 170 / 196 * len(findings), told
     causal = [f for f in runs if f.causal]
-    right = [f for f in causal if f.pipeline == "exact" or "do not run once each" in f.pipeline]
+    reused = ("do not run once each", "which is not its own")  # a block or a weight of it used twice is not cut
+    right = [f for f in causal if f.pipeline == "exact" or any(rule in f.pipeline for rule in reused)]
     assert len(right) >= 0.95 * len(causal) - 1, told  # of a sample: one more may be out
     assert all(f.pipeline == "exact" or f.pipeline.startswith("refused") for f in causal), told

@@ -40,17 +40,21 @@ class Block(nn.Module):
 
 
 class Custom(nn.Module):
-    """A module without a configuration; ``order`` says which block runs when."""
+    """A module without a configuration; ``order`` says which block runs when, ``extra`` what else happens."""
 
-    def __init__(self, order: tuple[int, ...] = (0, 1), skip: bool = False) -> None:
+    def __init__(self, order: tuple[int, ...] = (0, 1), extra: str = "") -> None:
         super().__init__()
-        self.order, self.skip = order, skip
+        self.order, self.extra = order, extra
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(32, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+        if extra == "own scale":
+            self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        if extra == "shared weight":
+            self.blocks[1].out = self.blocks[0].out
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -60,9 +64,17 @@ class Custom(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = start = self.embed(input_ids) + self.places(position_ids)
+        if self.extra == "own scale":
+            x = x * self.scale
         for index in self.order:
             x = self.blocks[index](0.5, x)[1]
-        return self.head(self.norm(x + start if self.skip else x))
+            if self.extra == "in place":
+                x *= 1.5
+            if self.extra == "between":
+                x = x * 1.5
+        if self.extra == "mask":
+            x = x * (start > 0)
+        return self.head(self.norm(x + start if self.extra == "skip" else x))
 
 
 def custom(**options: Any) -> Callable[[], nn.Module]:
@@ -91,8 +103,9 @@ def test_a_custom_module_is_cut_exactly() -> None:
     [
         ({"order": (0, 1, 0)}, "block 0 runs 2 times"),
         ({"order": (1, 0)}, "they run as [1, 0]"),
-        ({"order": (0,)}, "they run as [0]"),
-        ({"skip": True}, "what follows the blocks depends on"),
+        ({"order": (1,)}, "they run as [1]"),
+        ({"extra": "in place"}, "what block 0 returns is changed in place"),
+        ({"extra": "shared weight"}, "block 1 uses blocks.0.out.bias, which is not its own"),
     ],
 )
 def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None:
@@ -100,6 +113,36 @@ def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None
     with pytest.raises(PlanError, match="Use pp=1") as refusal:
         find_chain(model, find_structure(model))
     assert rule in refusal.value.rule
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"extra": "skip"}, {"extra": "mask"}, {"extra": "between"}, {"extra": "own scale"}, {"order": (0,)}],
+    ids=[
+        "the head reads the embedding",
+        "without a gradient",
+        "between",
+        "a weight of the model",
+        "a block never runs",
+    ],
+)
+def test_what_flows_past_a_block_is_handed_over(options: dict[str, Any]) -> None:
+    build = custom(**options)
+    structure = find_structure(build())
+    error, where = largest_error(build, structure, find_chain(build(), structure))
+    assert error <= FLOAT64_GRADIENT, where
+
+
+def test_a_border_is_no_wider_than_it_must_be() -> None:
+    model = custom(extra="skip")()
+    chain = find_chain(model, find_structure(model))
+    assert [value.module for value in chain.border(1)] == ["blocks.0", "embed", "places"]
+    assert not custom_chain().further
+
+
+def custom_chain() -> Any:
+    model = custom()()
+    return find_chain(model, find_structure(model))
 
 
 def test_a_module_without_blocks_is_refused() -> None:
@@ -111,27 +154,38 @@ def test_a_module_without_blocks_is_refused() -> None:
 
 # Learned positions; a norm of the embedding and ALiBi; parallel blocks; experts with dense blocks first; linear and
 # full attention; a head with a transformation; a decoder that is half of an encoder-decoder; state space;
-# a head that is registered before the embedding.
-EXACT = ("gpt2", "bloom", "gptj", "deepseek_v3", "qwen3_next", "roberta", "bart", "mamba2", "gemma2", "xlm-roberta")
+# a head that is registered before the embedding; inputs for each block, and keys and values that later blocks read;
+# indices from block to block; a router's state from block to block, and weights of the model itself; blocks that never
+# run; a table of positions that all blocks read.
+EXACT = (
+    *("gpt2", "bloom", "gptj", "deepseek_v3", "qwen3_next", "roberta", "bart", "mamba2", "gemma2", "xlm-roberta"),
+    *("gemma4_text", "hy_v4", "zaya", "mllama", "roformer"),
+)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_two_stages_equal_the_model(name: str) -> None:
+def test_stages_equal_the_model(name: str) -> None:
     config = CONFIG_MAPPING[name]()
-    if "roberta" in name:
+    if name in ("roberta", "xlm-roberta", "roformer"):
         config.is_decoder = True
     small = shrink(config)
+    if name == "gemma4_text":
+        small.num_kv_shared_layers = 3
     structure = find_structure(build_small(small))
     chain = find_chain(build_small(small), structure)
     error, where = largest_error(lambda: build_small(small), structure, chain)
     assert error <= FLOAT64_GRADIENT, where
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "prophetnet"])
-def test_further_flows_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("prophetnet", "shares their weight"), ("zamba", "which is not its own")],
+)
+def test_what_cannot_be_handed_over_is_refused(name: str, rule: str) -> None:
     model = build_small(shrink(CONFIG_MAPPING[name]()))
-    with pytest.raises(PlanError, match=r"strategy\.pp above 1"):
+    with pytest.raises(PlanError, match=r"strategy\.pp above 1") as refusal:
         find_chain(model, find_structure(model))
+    assert rule in refusal.value.rule
 
 
 def test_what_files_hold_is_a_weight_that_does_not_train() -> None:

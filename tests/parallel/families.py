@@ -102,6 +102,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("codegen", {"rotary_dim": 4}),
     "nemotron": ("nemotron", {}),
     "persimmon": ("persimmon", {"num_key_value_heads": None}),
+    # Inputs for each block, four hidden states, and later blocks that read keys and values of earlier ones.
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "laurel_rank": 4,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 131,
+            "hidden_size_per_layer_input": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": None,
+        },
+    ),
 }
 
 

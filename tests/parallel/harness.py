@@ -108,15 +108,18 @@ def _precision(case: Case) -> contextlib.AbstractContextManager[None]:
     return Exact() if case.dtype is torch.float64 else contextlib.nullcontext()
 
 
+def _plain_model(case: Case) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype, experts_implementation="eager").train()
+    if case.dtype is torch.float64:  # some models make a few of theirs in fp32, whatever is asked for
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    return model
+
+
 def reference(case: Case) -> Outcome:
     """The run in this process by plain transformers and torch."""
     with _precision(case):
-        model = AutoModelForCausalLM.from_pretrained(
-            case.folder, dtype=case.dtype, experts_implementation="eager"
-        ).train()
-        if case.dtype is torch.float64:  # some models make a few of theirs in fp32, whatever is asked for
-            for parameter in model.parameters():
-                parameter.data = parameter.data.double()
+        model = _plain_model(case)
         train = case.train
         optimizer: torch.optim.Optimizer
         # In bf16 what is stepped are fp32 copies; elsewhere the parameters themselves.

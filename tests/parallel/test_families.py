@@ -38,7 +38,7 @@ MAIN = (
     *("phi", "phi3", "glm", "glm4", "mixtral", "qwen3_moe"),
 )
 # Those that the same mechanism covers without a line of their own.
-OTHERS = tuple(name for name in FAMILIES if name not in MAIN)
+OTHERS = tuple(name for name in FAMILIES if name not in (*MAIN, "gemma3n_text"))
 
 
 def _table() -> list[tuple[str, str]]:
@@ -46,6 +46,7 @@ def _table() -> list[tuple[str, str]]:
     every = MAIN if EVERYTHING else ("gpt_neox", "gemma3_text", "qwen3_moe")
     few = ("pp2", "dp_shard2", "tp2", "tp2-pp2")
     rows = [(name, layout) for name in MAIN for layout in (LAYOUTS if name in every else few)]
+    rows += [("gemma3n_text", layout) for layout in ("pp2", "tp2-pp2")]
     rows += [("deepseek_v3", "dp_shard2")]  # what is frozen among what trains
     return rows + [(name, layout) for name in OTHERS for layout in ("pp2", "tp2")]
 

@@ -25,7 +25,8 @@ _FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     {"model_type": "qwen3"},
 ]
-EXACT = [n for n in FAMILIES if n not in ("stablelm", "exaone4", "bloom", "falcon", "codegen", "nemotron", "persimmon")]
+_OTHERWISE = ("stablelm", "exaone4", "bloom", "falcon", "codegen", "nemotron", "persimmon", "gemma3n_text")
+EXACT = [n for n in FAMILIES if n not in _OTHERWISE]
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -152,3 +153,9 @@ def test_weights_are_checked_by_their_file_names(tmp_path: Path) -> None:
         check_weights(folder, read_model(folder))
     index.write_text(json.dumps({"weight_map": {"a": names["a"]}}), encoding="utf-8")
     check_weights(folder, read_model(folder))
+
+
+def test_a_width_for_each_block_counts_as_their_mean(tmp_path: Path) -> None:
+    assert make_spec(tmp_path, intermediate_size=[48, 48, 96, 96]).intermediate_size == 72
+    with pytest.raises(ConfigError, match="must be a whole number above 0"):
+        make_spec(tmp_path, intermediate_size=[48, "48"])

@@ -1,0 +1,127 @@
+"""What crosses a border between two stages: taken in at its front, collected behind, and its form on this rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import PlanError
+from shardwise.models.chain import Chain, Value, record_pass
+from shardwise.models.flow import RETURNED, Place, Shape, template_of, tensor_at
+from shardwise.models.structure import Structure
+from shardwise.models.trace import SIZES, fake_forward
+from shardwise.spec.layout import ParamLayout
+from shardwise.tensor.execute import apply_table
+from shardwise.tensor.table import ShardingTable
+
+
+class Received:
+    """What a stage has received for the micro-batch that it computes, by the part that made it.
+
+    ``like`` are the position ids [rows, length] of the micro-batch.
+    """
+
+    def __init__(self, border: Sequence[Value]) -> None:
+        self.border = tuple(border)
+        self.values: dict[Value, torch.Tensor] = {}
+        self.like = torch.empty(0, 0)
+
+    def take(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
+        """``tensors`` came over the border."""
+        self.values = dict(zip(self.border, tensors, strict=True))
+        self.like = like
+
+    def of(self, name: str) -> dict[Place, Any]:
+        """The tensors that the part ``name`` has made."""
+        return {value.place: tensor for value, tensor in self.values.items() if value.module == name}
+
+
+class Sent:
+    """Collects what crosses the border behind a stage, as the parts of the stage make it."""
+
+    def __init__(self, border: Sequence[Value], received: Received) -> None:
+        self.border, self.received = tuple(border), received
+        self.values: dict[Value, torch.Tensor] = {}
+        self._watching = False
+
+    def begin(self, model: nn.Module) -> None:
+        """A pass begins; what is handed through is there already."""
+        self.values = dict(self.received.values)
+        if not self._watching:  # at the first pass: so the hooks see what all others leave of a result
+            self._watching = True
+            for name in sorted({value.module for value in self.border} - {v.module for v in self.received.border}):
+                model.get_submodule(name).register_forward_hook(self._hook(name), with_kwargs=True)
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the border, as they are sent."""
+        tensors = tuple(self.values[value].contiguous() for value in self.border)
+        self.values = {}
+        return tensors
+
+    def _hook(self, name: str) -> Any:
+        wanted = [value for value in self.border if value.module == name]
+
+        def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            for value in wanted:
+                kind, *place = value.place
+                results = out if kind == RETURNED else dict(enumerate(args)) | kwargs
+                self.values[value] = tensor_at(results, tuple(place))
+
+        return after
+
+
+def need_gradients(border: Sequence[Value], trains_before: bool, trained: Set[str]) -> tuple[bool, ...]:
+    """Which tensors of a border depend on something that trains."""
+    return tuple(
+        trains_before
+        and value.shape.dtype.is_floating_point
+        and (value.parameters is None or not value.parameters.isdisjoint(trained))
+        for value in border
+    )
+
+
+def local_shapes(
+    model: PreTrainedModel, structure: Structure, chain: Chain, table: ShardingTable, rank: int
+) -> dict[Value, Shape]:
+    """The shapes of what crosses borders, on tensor rank ``rank``: keys and values are of its heads alone.
+
+    They are told by a pass of a split copy of ``model`` (whole, on meta) on tensors without numbers. The hidden state
+    is whole on every rank.
+
+    Raises:
+        PlanError: the residual stream is cut along the sequence, and more than the hidden state crosses a border.
+    """
+    shapes = {value: value.shape for value in (*chain.hidden.values(), *chain.further)}
+    far = chain.further or any(value.first < value.last for value in chain.hidden.values())
+    if table.degree == 1 or not far:
+        return shapes
+    if table.sequence is not None:
+        rule = f"{type(model).__name__} hands more than its hidden state from block to block"
+        raise PlanError("strategy.sequence_parallel = true with pp above 1", rule, "Use sequence_parallel=false")
+    split = copy.deepcopy(model)
+    layouts = {name: ParamLayout(name, tuple(parameter.shape)) for name, parameter in split.named_parameters()}
+    apply_table(split, table, _Alone(table.degree, rank), layouts)
+    record, _, _ = record_pass(split, structure, fake_forward, SIZES)
+    made = {(value.module, value.place): template_of(value.tensor, SIZES) for value in record.values}
+    return {value: made[value.module, value.place] for value in shapes}
+
+
+class _Alone:
+    """A rank of a tensor group without its peers: the shapes of its collectives, and no numbers."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Leaves ``tensor`` as it is."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((self.size, *tensor.shape))
+
+    def reduce_scatter(self, tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].clone()

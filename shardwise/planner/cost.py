@@ -1,0 +1,147 @@
+"""Time and memory of one configuration, by named terms that sum to the total."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.planner.collectives import send_seconds
+from shardwise.planner.compute import Passes, Terms, add_terms, part_passes, rank_tokens, scale_terms, total
+from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.layout import Layout, Work
+from shardwise.planner.memory import rank_memory
+from shardwise.planner.parts import Placed, stage_parts
+from shardwise.planner.simulate import Timeline, short_lists, simulate_schedule
+from shardwise.spec.block import ModelCosts
+from shardwise.spec.cluster import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a configuration costs.
+
+    Args:
+        time_terms: seconds of an optimizer step on the pipeline rank that ends it, by what they are spent on.
+        memory_terms: bytes of the fullest rank of each pipeline rank, by what they hold.
+        bubble: share of the pipeline ranks' time in which they wait for each other.
+    """
+
+    time_terms: dict[str, float]
+    memory_terms: tuple[dict[str, float], ...]
+    bubble: float
+
+    @property
+    def step_seconds(self) -> float:
+        return float(sum(self.time_terms.values()))
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest device."""
+        return max(float(sum(terms.values())) for terms in self.memory_terms)
+
+
+def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work) -> Estimate:
+    """Seconds and bytes of one optimizer step.
+
+    Args:
+        layout: one configuration (no arrays).
+
+    Raises:
+        KeyError: a tensor degree that the costs do not describe.
+    """
+    stages = stage_parts(costs, layout)
+    known: dict[tuple[int, str], Passes] = {}
+    passes = [_stage_passes(parts, known, layout, work, cluster) for parts in stages]
+    lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
+    memory = tuple(
+        rank_memory([stages[s] for s in layout.stages_of(rank)], actions, layout, work, cluster)
+        for rank, actions in lists.items()
+    )
+    timeline = _timeline(costs, passes, layout, work, cluster)
+    rank, data, optimizer = _deciding_rank(timeline, stages, passes, layout, work, cluster)
+    own = [passes[stage] for stage in layout.stages_of(rank)]
+    computed = [scale_terms(add_terms(p.forward, p.backward), layout.num_micro_batches) for p in own]
+    again = sum(total(p.again) for p in own) * layout.num_micro_batches
+    terms = add_terms(*computed)
+    terms["recompute"] = again
+    terms["bubble"] = timeline.finish[rank] - timeline.busy[rank]
+    terms["data"] = terms.get("data", 0.0) + data
+    terms["optimizer"] = optimizer
+    return Estimate({name: float(value) for name, value in terms.items()}, memory, timeline.bubble)
+
+
+def _stage_passes(
+    parts: Sequence[Placed],
+    known: dict[tuple[int, str], Passes],
+    layout: Layout,
+    work: Work,
+    cluster: ClusterSpec,
+) -> Passes:
+    """Seconds of one micro-batch through a stage; ``known`` keeps those of parts that other stages hold too."""
+    sums: tuple[list[Terms], list[Terms], list[Terms]] = ([], [], [])
+    for placed in parts:
+        part, times, level = placed
+        one = known.get((id(part), level))
+        if one is None:
+            one = known[id(part), level] = _placed_passes(placed, layout, work, cluster)
+        for terms, own in zip(sums, (one.forward, one.backward, one.again), strict=True):
+            terms.append(scale_terms(own, times))
+    return Passes(*(add_terms(*terms) for terms in sums))
+
+
+def _placed_passes(placed: Placed, layout: Layout, work: Work, cluster: ClusterSpec) -> Passes:
+    """Seconds of one part; under ZeRO-3 with what of its traffic compute does not hide."""
+    part, _, level = placed
+    one = part_passes(part, replace(layout, recompute=level), work, cluster)
+    if layout.zero != 3:
+        return one
+    gather, gather_and_sum = sharded_terms((part, 1, level), layout, work, cluster)
+    forward = exposed(gather, total(one.forward), work.overlap_data)
+    backward = exposed(gather_and_sum, total(one.backward) + total(one.again), work.overlap_data)
+    return Passes({**one.forward, "data": forward}, {**one.backward, "data": backward}, one.again)
+
+
+def _timeline(
+    costs: ModelCosts,
+    passes: Sequence[Passes],
+    layout: Layout,
+    work: Work,
+    cluster: ClusterSpec,
+) -> Timeline:
+    size = rank_tokens(layout, work) * costs.hidden_size * work.compute_bytes
+    if layout.sequence_parallel:
+        size = size / layout.tp
+    stride = layout.tp * layout.cp * layout.dp
+
+    def send(first: int, second: int) -> float:
+        return send_seconds(size, first * stride, second * stride, cluster)
+
+    forward = [float(total(p.forward)) for p in passes]
+    backward = [float(total(p.backward) + total(p.again)) for p in passes]
+    return simulate_schedule(
+        layout.schedule, int(layout.num_micro_batches), layout.virtual_stages, (forward, backward), send
+    )
+
+
+def _deciding_rank(
+    timeline: Timeline,
+    stages: Sequence[Sequence[Placed]],
+    passes: Sequence[Passes],
+    layout: Layout,
+    work: Work,
+    cluster: ClusterSpec,
+) -> tuple[int, float, float]:
+    """The pipeline rank that ends the step, and its seconds of data traffic and of the optimizer."""
+    found = (-1.0, 0, 0.0, 0.0)
+    for rank in range(layout.pp):
+        parts = [placed for stage in layout.stages_of(rank) for placed in stages[stage]]
+        own = [passes[stage] for stage in layout.stages_of(rank)]
+        data = 0.0
+        if layout.zero != 3:
+            sums, gathers = data_seconds(parts, layout, work, cluster)
+            beside = sum(total(p.backward) + total(p.again) for p in own)
+            data = exposed(sums, beside, work.overlap_data)
+            data += exposed(gathers, sum(total(p.forward) for p in own), work.overlap_data)
+        optimizer = optimizer_seconds(parts, layout, work, cluster)
+        found = max(found, (timeline.finish[rank] + data + optimizer, rank, data, optimizer))
+    return found[1], float(found[2]), float(found[3])

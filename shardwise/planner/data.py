@@ -1,0 +1,71 @@
+"""Traffic over the data ranks, and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.planner.arrays import largest, smallest
+from shardwise.planner.collectives import collective_seconds
+from shardwise.planner.compute import expert_parameters, rank_parameters
+from shardwise.planner.layout import Layout, Work
+from shardwise.planner.parts import Placed
+from shardwise.spec.cluster import ClusterSpec
+
+_HOST_BANDWIDTH = 12e9  # bytes/s to the host's memory, of a device that shares the way with its neighbours
+_NEVER_HIDDEN = 0.08  # of traffic beside compute: what starts it, ends it, and what both take from each other
+
+
+def dense_and_expert(parts: Sequence[Placed], layout: Layout, trainable: bool) -> tuple[Any, Any]:
+    """Weights of a stage on one rank: those summed over all data ranks, and those of routed experts."""
+    dense: Any = 0.0
+    expert: Any = 0.0
+    for part, times, _ in parts:
+        parameters = part.trainable if trainable else part.parameters
+        own = expert_parameters(parameters, layout)
+        dense = dense + times * (rank_parameters(parameters, part, layout) - own)
+        expert = expert + times * own
+    return dense, expert
+
+
+def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: ClusterSpec) -> tuple[Any, Any]:
+    """Seconds of gradient sums, and of gathers of weights, once over all weights of a rank; nothing hidden yet."""
+    trained = dense_and_expert(parts, layout, trainable=True)
+    held = dense_and_expert(parts, layout, trainable=False)
+    sums: Any = 0.0
+    gathers: Any = 0.0
+    strides = (layout.tp, layout.tp * layout.ep if layout.expert_tensor else layout.ep)
+    for index, (ranks, stride) in enumerate(zip((layout.data_ranks, layout.expert_data_ranks), strides, strict=True)):
+        gradients = trained[index] * work.sent_gradient_bytes
+        weights = (held if layout.zero == 3 else trained)[index] * work.sent_weight_bytes
+        if layout.zero == 0:
+            sums = sums + collective_seconds("all_reduce", gradients, ranks, stride, cluster)
+            continue
+        shard = smallest(layout.shard, ranks)
+        sums = sums + collective_seconds("reduce_scatter", gradients, shard, stride, cluster)
+        sums = sums + collective_seconds("all_reduce", gradients / shard, ranks / shard, stride * shard, cluster)
+        gathers = gathers + collective_seconds("all_gather", weights, shard, stride, cluster)
+    return sums, gathers
+
+
+def exposed(traffic: Any, compute: Any, overlap: bool) -> Any:
+    """What remains of traffic that runs beside ``compute``."""
+    return largest(traffic - compute, _NEVER_HIDDEN * traffic) if overlap else traffic
+
+
+def optimizer_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: ClusterSpec) -> Any:
+    """The update reads and writes every weight's state once; what is shared out is updated by its owner."""
+    dense, expert = dense_and_expert(parts, layout, trainable=True)
+    if layout.zero:
+        dense = dense / layout.shard
+        expert = expert / smallest(layout.shard, layout.expert_data_ranks)
+    chip = cluster.chip
+    seconds = (dense + expert) * work.traffic_bytes / (chip.memory_bandwidth * chip.bandwidth_efficiency)
+    return seconds + (dense + expert) * work.host_bytes / _HOST_BANDWIDTH
+
+
+def sharded_terms(block: Placed, layout: Layout, work: Work, cluster: ClusterSpec) -> tuple[Any, Any]:
+    """ZeRO-3: traffic of one block in a forward pass, and in a backward pass, before anything is hidden."""
+    sums, gathers = data_seconds([block], replace(layout, zero=3), work, cluster)
+    return gathers, gathers + sums

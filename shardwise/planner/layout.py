@@ -1,0 +1,100 @@
+"""One configuration to judge: how a job is split, and what it computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.spec.block import RecomputeLevel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of a split. Numbers that are marked so may be numpy arrays of candidates, one entry each.
+
+    Args:
+        dp: (array) data ranks; ``cp`` (array) ranks that share the sequence of a row; ``ep`` (array) ranks that share
+            the experts, out of dp x cp (x tp where experts are not cut by the tensor ranks).
+        zero: what the data and context ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
+        shard: (array) ranks that share it out; the others repeat.
+        micro_batch: (array) rows of a forward pass on one data rank, ``num_micro_batches`` (array) of them a step.
+        stages: blocks of each stage, stage s on pipeline rank s % pp.
+        recompute: level of the first ``recomputed`` blocks of each stage; the others keep everything.
+        expert_tensor: experts are cut by the tensor ranks like the rest.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: Any = 1
+    cp: Any = 1
+    ep: Any = 1
+    shard: Any = 1
+    zero: int = 0
+    micro_batch: Any = 1
+    num_micro_batches: Any = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stages: tuple[int, ...] = ()
+    recompute: RecomputeLevel = "none"
+    recomputed: tuple[int, ...] = ()
+    expert_tensor: bool = True
+    ring_attention: bool = True
+
+    @property
+    def data_ranks(self) -> Any:
+        """Ranks over which a gradient of the dense part is summed."""
+        return self.dp * self.cp
+
+    @property
+    def expert_data_ranks(self) -> Any:
+        """Ranks over which a gradient of an expert is summed."""
+        both = self.dp * self.cp
+        return both / self.ep if self.expert_tensor else both * self.tp / self.ep
+
+    def stages_of(self, pp_rank: int) -> range:
+        """The stages of one pipeline rank, in the order of the model."""
+        return range(pp_rank, self.pp * self.virtual_stages, self.pp)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed in which precision, and how the software goes about it.
+
+    Args:
+        sequence: tokens of a row.
+        precision: of products (``bf16``); ``compute_bytes`` of an element.
+        weight_bytes: of a weight as it is kept for the forward pass; ``gradient_bytes`` of an accumulated gradient;
+            ``optimizer_bytes`` of a weight's masters and optimizer state together.
+        sent_weight_bytes: of an element of a gathered weight; ``sent_gradient_bytes`` of a gradient.
+        traffic_bytes: memory traffic of the optimizer for each weight.
+        accumulation_bytes: memory traffic of adding a weight's gradient to the sum of the step, each micro-batch.
+        overlap_data: gradient sums and gathers of weights run beside compute.
+        overlap_tensor: share of the tensor collectives' time that fused kernels hide.
+        overlap_context: the exchange of keys and values runs beside attention.
+        recompute_sends: full recomputation repeats the tensor collectives.
+        expert_traffic: factor on the memory traffic that goes with tokens to their experts (how they are sorted).
+        expert_operators: kernels that are started for each expert of a rank; 0 where one kernel takes all.
+        counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, or all that the
+            device has given away.
+        host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
+    """
+
+    sequence: int
+    precision: str = "bf16"
+    compute_bytes: float = 2.0
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 12.0
+    sent_weight_bytes: float = 2.0
+    sent_gradient_bytes: float = 4.0
+    traffic_bytes: float = 34.0
+    accumulation_bytes: float = 8.0
+    overlap_data: bool = True
+    overlap_tensor: float = 0.0
+    overlap_context: bool = True
+    recompute_sends: bool = True
+    expert_traffic: float = 1.0
+    expert_operators: float = 0.0
+    counted: Literal["tensors", "allocator", "device"] = "device"
+    host_bytes: float = 0.0

@@ -1,0 +1,55 @@
+"""What crosses a border has the form that a tensor rank holds, and is refused where none is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardwise.errors import PlanError
+from shardwise.models.chain import find_chain
+from shardwise.models.structure import find_structure
+from shardwise.parallel.border import local_shapes, need_gradients
+from shardwise.tensor.table import ModuleSplit, SequenceSplit, ShardingTable, Style
+from tests.parallel.families import family_config
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family_config("gemma3n_text"))
+    structure = find_structure(model)
+    return model, structure, find_chain(model, structure)
+
+
+def test_keys_and_values_are_those_of_the_ranks_heads(whole):
+    model, structure, chain = whole
+    styles = {"q_proj": Style.COLUMN, "k_proj": Style.COLUMN, "v_proj": Style.COLUMN, "o_proj": Style.ROW}
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in styles]
+    table = ShardingTable(2, {name: ModuleSplit(styles[name.rpartition(".")[2]]) for name in names})
+    shapes = local_shapes(model, structure, chain, table, 1)
+    state, *further = chain.border(2)
+    assert shapes[state].sizes == (4, "rows", "length", 32)
+    assert {value.module.rpartition(".")[2]: shapes[value].sizes for value in further} == {
+        "embed_tokens_per_layer": ("rows", "length", 32),
+        "per_layer_projection_norm": ("rows", "length", 4, 8),
+        "0": ("rows", 1, "length", 8),
+        "1": ("rows", 1, "length", 8),
+    }
+    assert {value.shape.sizes for value in further if value.place[0] == "written"} == {("rows", 2, "length", 8)}
+
+
+def test_a_gradient_is_sent_where_something_trains_before(whole):
+    chain = whole[2]
+    border = chain.border(2)
+    trained = {"model.layers.1.self_attn.v_proj.weight"}
+    needed = {value.module for value, needs in zip(border, need_gradients(border, True, trained), strict=True) if needs}
+    assert needed == {"model.layers.1"}  # its hidden state and its values, neither the inputs nor block 0
+    assert not any(need_gradients(border, False, trained))
+
+
+def test_a_sequence_that_is_cut_hands_over_the_hidden_state_alone(whole):
+    model, structure, chain = whole
+    table = ShardingTable(2, sequence=SequenceSplit(structure.blocks))
+    with pytest.raises(PlanError, match=r"sequence_parallel = true with pp above 1.*Use sequence_parallel=false"):
+        local_shapes(model, structure, chain, table, 0)

@@ -1,0 +1,49 @@
+"""Profiles of chips, links and software stacks."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.spec.cluster import ClusterSpec, cluster_names, load_cluster
+
+WANTED = """ascend-910a ascend-910b1 ascend-910b2 ascend-910b3 ascend-910b4 ascend-910c v100-32gb a100-40gb a100-80gb
+a800-80gb h100-80gb h100-96gb-500w h800-80gb h20-96gb h200-141gb gh200 b200 gb200 b300 gb300 rtx-4090 l40s t4 cpu"""
+
+
+def test_every_wanted_chip_has_a_profile() -> None:
+    assert set(WANTED.split()) <= set(cluster_names())
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_a_profile_is_whole(name: str) -> None:
+    cluster = load_cluster(name)
+    assert ClusterSpec.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+    sizes = [link.devices for link in cluster.links]
+    assert sizes[-1] == 0, "the last level reaches every device"
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert 0 < cluster.chip.matmul_efficiency < 1
+    assert cluster.peak("fp32") > 0
+
+
+def test_a_name_of_a_product_and_of_no_product() -> None:
+    assert load_cluster("Atlas 800T A2").chip.name == "ascend-910b2"
+    with pytest.raises(ConfigError, match="Did you mean h100"):
+        load_cluster("h100-8gb")
+    with pytest.raises(ConfigError, match="no such software stack"):
+        load_cluster("h100", "megatronn")
+
+
+def test_a_precision_that_a_chip_lacks() -> None:
+    with pytest.raises(ConfigError, match="v100-32gb has fp32, fp16"):
+        load_cluster("v100").peak("bf16")
+
+
+def test_a_stack_adds_at_most_three_numbers() -> None:
+    stacks = json.loads(files("shardwise").joinpath("profiles/stacks.json").read_text(encoding="utf-8"))["stacks"]
+    numbers = {"slowdown", "attention", "host_seconds"}
+    assert all(set(values) <= numbers for by_chip in stacks.values() for values in by_chip.values())
+    assert all("any" in by_chip for by_chip in stacks.values())
