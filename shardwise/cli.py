@@ -174,7 +174,9 @@ def estimate_runs(
 @model_app.command("show")
 @_interruptible
 def model_show(
-    folder: Annotated[str, typer.Argument(help="a Hugging Face folder, or a model's name; config.json is enough")],
+    folder: Annotated[
+        str, typer.Argument(help="a Hugging Face folder (config.json is enough), a preset, or a model's name")
+    ],
     tp: Annotated[
         list[int] | None, typer.Option(min=1, help="a tensor degree; may be repeated. Else all legal")
     ] = None,
@@ -182,20 +184,41 @@ def model_show(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Show what a model is made of, and how it can be split over tensor and pipeline ranks."""
-    from shardwise.check.description import describe
-    from shardwise.launch.hub import locate_model
-    from shardwise.log import say
     from shardwise.report.models import show_model
     from shardwise.report.results import print_json, results_console
-    from shardwise.tensor.cache import TableCache, cache_folder
 
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
-    found = locate_model(folder, models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=True)
-    answer = describe(found, tp or [], TableCache(cache_folder(os.environ)), say)
+    answer = _described(folder, tp or [], models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
     if as_json:
         print_json(answer)
     else:
         show_model(answer, results_console())
+
+
+def _described(name: str, degrees: list[int], models_dir: str | None) -> dict[str, Any]:
+    """What ``model show`` answers of a folder, or of a preset, for which nothing is imported."""
+    from shardwise.spec.presets import shown_preset
+
+    preset = shown_preset(name, degrees) if not _is_folder(name, models_dir) else None
+    if preset is not None:
+        return preset
+    from shardwise.check.description import describe
+    from shardwise.launch.hub import locate_model
+    from shardwise.log import say
+    from shardwise.tensor.cache import TableCache, cache_folder
+
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
+    found = locate_model(name, models_dir, only_config=True)
+    return describe(found, degrees, TableCache(cache_folder(os.environ)), say)
+
+
+def _is_folder(name: str, models_dir: str | None) -> bool:
+    from shardwise.spec.model import find_model
+
+    try:
+        find_model(name, models_dir)
+    except ConfigError:
+        return False
+    return True
 
 
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,13 @@ def is_valid_run(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch)
             assert getattr(plan.strategy, axis) == int(degree)
 
 
+def runs_a_plan(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of another run; tests/launch/test_given_plan.py really trains."""
+    saved = resolved(shlex.split(f"{PLAIN_RUN} tp=2 dp_shard=1")[1:], monkeypatch)
+    saved.save(workspace / "plan.json")
+    assert resolved(shlex.split(command)[1:], monkeypatch) == saved
+
+
 def is_valid_where_there_is_a_compiler(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.launch.compiler.missing_for_compiling", lambda device: "")
     is_valid_run(command, workspace, monkeypatch)
@@ -272,6 +279,8 @@ COMMANDS: dict[str, Check] = {
     "shardwise estimate --runs runs.csv": estimates_runs,
     "shardwise estimate --runs runs.csv --json": estimates_runs,
     "shardwise model show DIR": shows_a_model,
+    "shardwise model show llama2-70b": shows_a_model,
+    f"{PLAIN_RUN} strategy.plan=plan.json": runs_a_plan,
     "shardwise model show DIR --tp 2 --json": shows_a_model,
 }
 

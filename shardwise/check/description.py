@@ -14,11 +14,12 @@ from shardwise.check.costs import module_costs
 from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta, recompute_buffers
 from shardwise.models.chain import find_chain
+from shardwise.models.describe import describe_sizes
 from shardwise.models.init import distributions
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import Structure, find_structure
 from shardwise.parallel.tensor import proven_table
-from shardwise.spec.model import ModelSpec, read_model
+from shardwise.spec.model import ModelSpec, check_config
 from shardwise.spec.run import RunConfig, StrategyConfig
 from shardwise.spec.strategy import resolve
 from shardwise.tensor.cache import TableCache
@@ -41,12 +42,12 @@ def describe(
     Raises:
         ConfigError: the folder holds no causal language model that can be read.
     """
-    spec = read_model(folder)
+    check_config(folder)
     model = build_on_meta(folder, None)
     answer: dict[str, Any] = {
         "schema": SCHEMA,
         "architecture": type(model).__name__,
-        "model_type": spec.model_type,
+        "model_type": model.config.model_type,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "unsupported": _unsupported(model),
     }
@@ -55,6 +56,7 @@ def describe(
     except PlanError as error:
         answer["unsupported"].append({"part": "structure", "rule": error.rule})
         return answer
+    spec = describe_sizes(model, structure, folder)
     answer["structure"] = {
         "blocks": structure.blocks,
         "num_blocks": structure.num_blocks,

@@ -91,6 +91,8 @@ def coverage(plan: Plan, chosen: list[dict[str, int]], precision: str, compiled:
     used = [axis for axis in AXES if getattr(strategy, axis) > 1]
     if not any(all(layout[axis] > 1 for axis in used) for layout in chosen):
         left_out.append(f"{', '.join(used)} all at once")
+    if plan.table is not None:
+        left_out.append("the table of strategy.plan: the copy finds its own, a run proves the plan's")
     if plan.device_type != "cpu":
         left_out.append(f"the kernels and collectives of {plan.device_type}")
     if precision == "bf16":

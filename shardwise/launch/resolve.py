@@ -17,6 +17,7 @@ from typing import Any, cast, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.launch.compiler import check_compiler
+from shardwise.launch.describing import model_of
 from shardwise.launch.hub import locate_model
 from shardwise.launch.lock import claim
 from shardwise.launch.nodes import local_processes, nodes_of
@@ -25,7 +26,8 @@ from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
 from shardwise.spec.filled import filled_keys
-from shardwise.spec.model import check_weights, read_model
+from shardwise.spec.given_plan import with_given_plan
+from shardwise.spec.model import check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
 from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
@@ -42,7 +44,7 @@ _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _INPUT_KEYS = ("tokenizer", "chat_template", "data.train", "data.eval")
-_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir")
+_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir", "strategy.plan")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
@@ -65,7 +67,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     is_check = command == "check"  # it reads no weights, and runs on the CPU
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
-    model = read_model(folder)
+    model = model_of(folder, os.environ)
     if run.model_init == "pretrained" and (model.has_weights or not is_check):
         check_weights(folder, model)
     device, local = _devices(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)
@@ -75,6 +77,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
         check_output(run, folder, nodes)
     if command in ("train", "script"):
         check_trackers(run)
+    run, table = with_given_plan(run, model)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
@@ -85,7 +88,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
-    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device)
+    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device, table)
     if command == "train" and not nodes.rank:
         check_resume(filled, plan, checkpoints_now(local_path(run.output_dir)))
     for note in notes:

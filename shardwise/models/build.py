@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
@@ -28,7 +29,7 @@ def build_on_meta(
     value = f"{model_dir / 'config.json'}"
     try:
         config = AutoConfig.from_pretrained(model_dir)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(value, f"transformers cannot read it ({error})", "Correct the file") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         rule = f"transformers has no causal language model of type {config.model_type!r}"

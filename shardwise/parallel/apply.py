@@ -35,6 +35,7 @@ def parallelize(
     *,
     compiled: bool = False,
     tables: TableCache = NO_TABLES,
+    given: ShardingTable | None = None,
 ) -> tuple[ParallelModel, ShardingTable]:
     """Split a model that is on the meta device; every step is a no-op at degree 1.
 
@@ -47,6 +48,7 @@ def parallelize(
         seed: of dropout.
         compiled: whether blocks are compiled.
         tables: where the sharding table is looked for first, and kept.
+        given: the sharding table of a plan, in its place.
 
     Returns:
         The parallel model with uninitialised weights (buffers are filled) and the sharding table used.
@@ -56,7 +58,7 @@ def parallelize(
     """
     compute_dtype = model.dtype
     structure = find_structure(model)
-    table = agree_on_table(model, mesh, tables)
+    table = agree_on_table(model, mesh, tables, given)
     routers = take_routers(model)
     inject(model, adapters)
     stages, shards = [], []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedModel
 
@@ -11,6 +13,7 @@ from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.dropout import refuse_dropout_by_function
 from shardwise.parallel.mesh import Mesh
 from shardwise.tensor.cache import TableCache
+from shardwise.tensor.edited import REMEDY, VALUE, check_edited, same_split
 from shardwise.tensor.find import find_table
 from shardwise.tensor.group import ProcessTensorGroup
 from shardwise.tensor.table import ShardingTable
@@ -23,11 +26,14 @@ def tensor_group(mesh: Mesh) -> ProcessTensorGroup | None:
     return None if mesh.size("tp") == 1 else ProcessTensorGroup(mesh.group("tp"))
 
 
-def agree_on_table(model: PreTrainedModel, mesh: Mesh, tables: TableCache = NO_TABLES) -> ShardingTable:
+def agree_on_table(
+    model: PreTrainedModel, mesh: Mesh, tables: TableCache = NO_TABLES, given: ShardingTable | None = None
+) -> ShardingTable:
     """The sharding table of ``model`` (whole, on meta): found once, by rank 0, and handed to all.
 
     Args:
         tables: where rank 0 looks first, and keeps what it has found.
+        given: the table of a plan, which is proven in the place of the search.
 
     Raises:
         PlanError: rank 0's refusal, on every rank.
@@ -35,7 +41,10 @@ def agree_on_table(model: PreTrainedModel, mesh: Mesh, tables: TableCache = NO_T
     degree = mesh.size("tp")
     if degree == 1:
         return ShardingTable(1)
-    return from_rank_0(lambda: proven_table(model, degree, tables, sequence=mesh.strategy.sequence_parallel))
+    sequence = mesh.strategy.sequence_parallel
+    if given is not None:
+        return from_rank_0(lambda: proven_given(model, given, degree, tables, sequence=sequence))
+    return from_rank_0(lambda: proven_table(model, degree, tables, sequence=sequence))
 
 
 def proven_table(
@@ -53,18 +62,45 @@ def proven_table(
     known = tables.find(model.config, degree, sequence=sequence)
     if known is not None:
         return known
+    table = _on_small_copy(model, degree, lambda small: find_table(model, small, degree, sequence=sequence))
+    tables.keep(model.config, table, sequence=sequence)
+    return table
+
+
+def proven_given(
+    model: PreTrainedModel, given: ShardingTable, degree: int, tables: TableCache, *, sequence: bool = False
+) -> ShardingTable:
+    """A plan's table, proven as a found one is; at once where it is the one that was found before.
+
+    Raises:
+        PlanError: it is for another degree, or :func:`shardwise.tensor.edited.check_edited` refuses it.
+    """
+    if given.degree != degree or (given.sequence is not None) != sequence:
+        rule = f"is for tp = {given.degree}, sequence_parallel = {str(given.sequence is not None).lower()}"
+        raise PlanError(VALUE, f"{rule}, and the plan's strategy is another", REMEDY)
+    known = tables.find(model.config, degree, sequence=sequence)
+    if known is not None and same_split(known, given):
+        return known
+    return _on_small_copy(model, degree, lambda small: check_edited(model, small, given))
+
+
+def _on_small_copy(
+    model: PreTrainedModel, degree: int, make: Callable[[PreTrainedModel], ShardingTable]
+) -> ShardingTable:
+    """What ``make`` finds with a small copy of ``model``.
+
+    Raises:
+        PlanError: what ``make`` refuses, or no forward of the copy runs.
+    """
     reason = ""
     for dtype in (torch.float64, torch.float32):  # some forwards know no float64
         try:
             small = build_small(shrink(model.config, degree=degree), dtype)
             refuse_dropout_by_function(small, degree)
-            table = find_table(model, small, degree, sequence=sequence)
+            return make(small)
         except ShardwiseError:
             raise
         except Exception as error:  # whatever a foreign forward raises
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-        else:
-            tables.keep(model.config, table, sequence=sequence)
-            return table
     rule = f"no split of {type(model).__name__} was found ({reason})"
     raise PlanError(f"strategy.tp = {degree}", rule, "Use tp=1, and pp or dp_shard in its place")

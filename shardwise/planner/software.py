@@ -53,7 +53,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     if "fsdp" in framework or "composer" in framework or "titan" in framework:
         pure = "PURE" in row.get("zero_stage_or_fsdp", "")
         fields = {"weight_bytes": 4.0, "optimizer_bytes": 8.0, "sent_gradient_bytes": 2.0 if pure else 4.0}
-        stack = "torchtitan" if "titan" in framework or "fsdp2" in framework else "fsdp"
+        named = (("composer", "composer"), ("titan", "torchtitan"), ("fsdp2", "torchtitan"))
+        stack = next((stack for word, stack in named if word in framework), "fsdp")
         return Software(stack, {**fields, "accumulation_bytes": 4.0})
     old = "2021" in framework or "alpa" in framework
     fields = {"overlap_data": not old and "no comm overlap" not in options and "no p2p" not in options}

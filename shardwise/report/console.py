@@ -17,11 +17,12 @@ def show_plan(run: RunConfig, plan: Plan, console: Console) -> None:
     """Print the header of a run."""
     model, strategy = plan.model, plan.strategy
     ties = "tied embedding" if model.tied else "untied head"
+    heads = f"{model.num_heads} heads, {model.num_kv_heads} KV heads, " if model.num_heads else ""
     show_line(
         console,
         "model",
         f"{run.model}: {model.architecture}, {format_count(model.num_parameters)} parameters, "
-        f"{model.num_blocks} blocks, {model.num_heads} heads, {model.num_kv_heads} KV heads, "
+        f"{model.num_blocks} blocks, {heads}"
         f"vocabulary {model.vocab_size}, {ties}",
     )
     show_line(console, "strategy", f"{'; '.join([str(strategy), *_details(run, plan)])} on {plan.device_type}")
@@ -56,7 +57,7 @@ def _details(run: RunConfig, plan: Plan) -> list[str]:
         details.append("bf16 with fp32 masters")
     if run.train.compile:
         details.append("compiled blocks")
-    if strategy.tp > model.num_kv_heads:
+    if strategy.tp > model.num_kv_heads > 0:
         details.append(f"{model.num_kv_heads} KV heads for {strategy.tp} tensor ranks: neighbours hold the same head")
     return details
 

@@ -1,7 +1,8 @@
 """A model as its ``config.json`` describes it: what a strategy can be checked against before any import.
 
-Reads JSON alone, no torch and no transformers. Any causal language model can be described; whether it can be
-built and cut the workers find out from its modules, before weights load.
+Reads JSON alone, no torch and no transformers. A size that the file does not name is that of the model's class; then
+whoever reads has the model described from its modules. Whether it can be cut the workers find out, before weights
+load.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,11 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_ALL = (_HIDDEN, _BLOCKS, _HEADS, _KV_HEADS, _INNER, _POSITIONS, ("vocab_size",), ("head_dim",))
+# Keys of a rotary position embedding.
+_ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
 
-# What a configuration class of transformers fills in where ``config.json`` leaves a key out. A family that is
-# not named here leaves nothing out that matters, or is taken by the general rule behind the comma.
-_MAX_POSITIONS = {"mistral": 131072, "mixtral": 131072, "qwen2": 32768, "qwen3": 32768, "gemma": 8192, "gpt2": 1024}
-_MAX_POSITIONS |= {"gemma2": 8192, "gemma3_text": 131072, "phi3": 4096, "glm": 131072, "glm4": 131072}
-_MAX_POSITIONS |= {"qwen2_moe": 32768, "qwen3_moe": 32768, "starcoder2": 4096, "cohere": 8192, "cohere2": 8192}
-_OTHER_MAX_POSITIONS = 2048
-_NUM_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma": 16, "gemma2": 4}
-_NUM_KV_HEADS |= {"gemma3_text": 4, "glm": 2, "glm4": 2, "starcoder2": 2, "smollm3": 4, "qwen2_moe": 16}
-_HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128}
-_TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "opt", "starcoder2", "smollm3", "bloom")
-_LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "bloom", "mpt", "xglm")
+NO_LIMIT = 2**31 - 1  # positions of a model that takes rows of any length
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,11 @@ class ModelSpec:
         block_matrix_parameters: those of them that one token is multiplied by; of experts the ones it is routed to.
         before_parameters: before the first block, the token embedding left out.
         after_parameters: after the last block, the head's matrix left out.
+        num_heads: 0 where the blocks have no attention heads, as ``num_kv_heads`` and ``head_dim`` are then.
+        max_position_embeddings: :data:`NO_LIMIT` where the model has none.
         num_experts: experts of a block that are routed to, 0 for a dense model.
+        measured: whether the numbers are those of the model's modules; else ``config.json`` names the sizes, and the
+            numbers of parameters are counted in the weight files, or estimated.
     """
 
     model_type: str
@@ -72,6 +70,7 @@ class ModelSpec:
     before_parameters: int
     after_parameters: int
     num_experts: int = 0
+    measured: bool = False
 
     @property
     def embedding_parameters(self) -> int:
@@ -114,48 +113,51 @@ def find_model(name: str, models_dir: str | Path | None = None) -> Path:
     )
 
 
-def read_model(folder: str | Path) -> ModelSpec:
+def read_model(folder: str | Path, describe: Callable[[Path], ModelSpec] | None = None) -> ModelSpec:
     """The specification of the model in ``folder``.
+
+    Args:
+        describe: gives the specification from the model's modules; it is asked where ``config.json`` leaves a size to
+            the model's class. None: such a file is refused.
 
     Raises:
         ConfigError: no or a broken ``config.json``, a model that is no causal decoder, sizes that are
             missing or do not fit each other.
     """
     path = Path(folder) / "config.json"
-    config, content = _read_config(path)
-    family = _family(config, path)
-    heads, hidden = _size(config, _HEADS, path), _size(config, _HIDDEN, path)
-    default_kv_heads = heads if "num_key_value_heads" in config else _NUM_KV_HEADS.get(family)
-    kv_heads = _optional_size(config, _KV_HEADS, path, default_kv_heads) or heads
-    default_head_dim = None if "head_dim" in config else _HEAD_DIM.get(family)
-    head_dim = _optional_size(config, ("head_dim",), path, default_head_dim)
-    _check_heads(family, hidden, heads, kv_heads, head_dim, path)
-    sizes = Sizes(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
-        inner=_inner(config, hidden, path),
-        vocabulary=_size(config, ("vocab_size",), path),
-        positions=_optional_size(config, _POSITIONS, path, None) or _MAX_POSITIONS.get(family, _OTHER_MAX_POSITIONS),
-        blocks=_size(config, _BLOCKS, path),
-        tied=bool(config.get("tie_word_embeddings", family in _TIED)),
-    )
-    counts = count(family, config, sizes, Path(folder))
+    config, content, family, architecture = _checked(path)
+    sizes = {spellings[0]: _optional_size(config, spellings, path) for spellings in _ALL}
+    hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if hidden is not None and heads is not None:
+        missing = _check_heads(family, config, sizes, path)
+    else:
+        missing = "hidden_size" if hidden is None else "num_attention_heads"
+    if "num_key_value_heads" in config and kv_heads is None:
+        kv_heads = heads  # an explicit null means as many
+    needed = ("num_hidden_layers", "intermediate_size", "max_position_embeddings", "vocab_size")
+    missing = missing or next((name for name in needed if sizes[name] is None), None)
+    missing = missing or ("num_key_value_heads" if kv_heads is None else None)
+    missing = missing or ("tie_word_embeddings" if config.get("tie_word_embeddings") is None else None)
+    if missing is not None:
+        if describe is None:
+            raise ConfigError(str(path), f"has no {missing}", "It must hold the sizes of the model")
+        return describe(Path(folder))
+    plain = Sizes.of(sizes | {"num_key_value_heads": kv_heads}, tied=bool(config["tie_word_embeddings"]))
+    counts = count(config, plain, Path(folder))
     return ModelSpec(
         model_type=family,
-        architecture=_architecture(config, family, path),
-        num_blocks=sizes.blocks,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.inner,
-        vocab_size=sizes.vocabulary,
-        max_position_embeddings=sizes.positions,
-        tied=sizes.tied,
-        has_weights=any(Path(folder).glob("*.safetensors")),
-        hash=hashlib.sha256(content).hexdigest(),
+        architecture=architecture,
+        num_blocks=plain.blocks,
+        hidden_size=plain.hidden,
+        num_heads=plain.heads,
+        num_kv_heads=plain.kv_heads,
+        head_dim=plain.head_dim,
+        intermediate_size=plain.inner,
+        vocab_size=plain.vocabulary,
+        max_position_embeddings=plain.positions,
+        tied=plain.tied,
+        has_weights=has_weights(folder),
+        hash=hash_of(content),
         block_parameters=counts.block,
         block_norm_parameters=counts.block_norm,
         block_matrix_parameters=counts.block_matrices,
@@ -163,6 +165,32 @@ def read_model(folder: str | Path) -> ModelSpec:
         after_parameters=counts.after,
         num_experts=num_experts(config),
     )
+
+
+def check_config(folder: str | Path) -> None:
+    """Refuse a folder whose ``config.json`` is broken or of no causal decoder, before anything is built.
+
+    Raises:
+        ConfigError: the reason.
+    """
+    _checked(Path(folder) / "config.json")
+
+
+def _checked(path: Path) -> tuple[dict[str, Any], bytes, str, str]:
+    """What the file holds, its bytes, the model's type and the name of its class."""
+    config, content = read_config(path)
+    family = _family(config, path)
+    return config, content, family, _architecture(config, family, path)
+
+
+def hash_of(content: bytes) -> str:
+    """What names a model in plans and checkpoints: the hash of its ``config.json``."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds any safetensors weights."""
+    return any(Path(folder).glob("*.safetensors"))
 
 
 def check_weights(folder: str | Path, model: ModelSpec) -> None:
@@ -183,7 +211,12 @@ def check_weights(folder: str | Path, model: ModelSpec) -> None:
     weight_files(folder)
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
+def read_config(path: Path) -> tuple[dict[str, Any], bytes]:
+    """What a ``config.json`` holds, and its bytes.
+
+    Raises:
+        ConfigError: no such file, or no JSON object in it.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -232,35 +265,30 @@ def _key(config: dict[str, Any], spellings: Sequence[str]) -> str | None:
     return next((key for key in spellings if config.get(key) is not None), None)
 
 
-def _size(config: dict[str, Any], spellings: Sequence[str], path: Path) -> int:
+def _optional_size(config: dict[str, Any], spellings: Sequence[str], path: Path) -> int | None:
+    """The size under the first spelling that has a value; None where the file leaves it to the model's class.
+
+    Some families give the feed-forward width of each block (Gemma 3n): then their mean.
+    """
     key = _key(config, spellings)
     if key is None:
-        raise ConfigError(str(path), f"has no {spellings[0]}", "It must hold the sizes of the model")
+        return None
     value = config[key]
+    if spellings is _INNER and isinstance(value, list) and value and all(type(w) is int and w > 0 for w in value):
+        return round(sum(value) / len(value))
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{path}: {key} = {value!r}", "must be a whole number above 0", "Correct the file")
     return value
 
 
-def _optional_size(config: dict[str, Any], spellings: Sequence[str], path: Path, default: int | None) -> int | None:
-    return default if _key(config, spellings) is None else _size(config, spellings, path)
-
-
-def _inner(config: dict[str, Any], hidden: int, path: Path) -> int:
-    """Width of the feed-forward part: four times the hidden size in families that leave it out (GPT-2, Bloom).
-
-    Some families give the width of each block (Gemma 3n): then their mean.
-    """
-    key = _key(config, _INNER)
-    each = [] if key is None else config[key]
-    if isinstance(each, list) and each and all(type(width) is int and width > 0 for width in each):
-        return round(sum(each) / len(each))
-    gpt_like = "n_embd" in config or "n_inner" in config or config.get("model_type") in ("bloom", "falcon", "mpt")
-    return _optional_size(config, _INNER, path, 4 * hidden if gpt_like else None) or _size(config, _INNER, path)
-
-
-def _check_heads(family: str, hidden: int, heads: int, kv_heads: int, head_dim: int | None, path: Path) -> None:
-    if hidden % heads and (head_dim is None or family == "llama"):  # Llama's own configuration insists on it
+def _check_heads(family: str, config: dict[str, Any], sizes: dict[str, int | None], path: Path) -> str | None:
+    """Refuse heads that cannot be; the name of a size that only the model's class can tell, None if there is none."""
+    hidden, heads, head_dim = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
+    assert hidden is not None
+    assert heads is not None
+    kv_heads = sizes["num_key_value_heads"] or heads
+    is_llama = family == "llama"  # Llama's own configuration insists on it
+    if hidden % heads and is_llama:
         nearby = ", ".join(map(str, nearest_multiples(hidden, heads)))
         value = f"{path}: hidden_size = {hidden}, num_attention_heads = {heads}"
         raise ConfigError(value, "the heads must divide the hidden size", f"Nearest hidden sizes: {nearby}")
@@ -268,6 +296,10 @@ def _check_heads(family: str, hidden: int, heads: int, kv_heads: int, head_dim: 
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         value = f"{path}: num_attention_heads = {heads}, num_key_value_heads = {kv_heads}"
         raise ConfigError(value, "the KV heads must divide the heads", f"Possible: {divisors}")
-    if (head_dim or hidden // heads) % 2 and family not in _LEARNED_POSITIONS:
-        value = f"{path}: head_dim = {head_dim or hidden // heads}"
+    if head_dim is None and hidden % heads:
+        return "head_dim"
+    width = head_dim or hidden // heads
+    if width % 2 and (is_llama or any(config.get(key) for key in _ROTARY)):
+        value = f"{path}: head_dim = {width}"
         raise ConfigError(value, "rotary position embedding needs an even head_dim", "Correct the file")
+    return "head_dim" if width % 2 else None

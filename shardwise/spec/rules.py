@@ -28,7 +28,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data.val_size": (None, 0.0),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
-    "strategy.plan": (None,),
     "save.best": ("no",),
     "save.async": (False,),
     "restarts": (0,),

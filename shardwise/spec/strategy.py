@@ -78,8 +78,11 @@ class Strategy:
 def legal_tensor_degrees(model: ModelSpec) -> list[int]:
     """Every tensor degree that gives each rank whole heads and a part of the vocabulary, and each KV head whole
     ranks."""
+    most = min(model.intermediate_size, model.vocab_size)
+    if not model.num_heads:  # whether their other parts can be cut the workers find out
+        return [tp for tp in range(1, most + 1) if not _leaves_a_rank_empty(model.vocab_size, tp)]
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    most = min(heads, model.intermediate_size, model.vocab_size)
+    most = min(heads, most)
     return [
         tp
         for tp in range(1, most + 1)
@@ -141,9 +144,9 @@ def _tensor_degree(given: int | None, model: ModelSpec) -> int:
     tp, legal = given or 1, legal_tensor_degrees(model)
     if tp in legal:
         return tp
-    if model.num_heads % tp:
+    if model.num_heads and model.num_heads % tp:
         rule = f"does not divide the {model.num_heads} attention heads"
-    elif model.num_kv_heads % tp and tp % model.num_kv_heads:
+    elif model.num_heads and model.num_kv_heads % tp and tp % model.num_kv_heads:
         rule = f"neither divides the {model.num_kv_heads} KV heads nor is a multiple of them"
     else:
         sizes = f"the vocabulary {model.vocab_size} or the FFN width {model.intermediate_size}"

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
+from shardwise.spec.described import code_hash, write_whole
 from shardwise.tensor.table import ShardingTable
 
 _PASSING = ("_name_or_path", "transformers_version")  # where a configuration was found, and who wrote it
@@ -52,31 +49,13 @@ class TableCache:
         """Write a table, whole or not at all; a folder that cannot be written to keeps nothing."""
         if self.folder is None:
             return
-        path = self._path(config, table.degree, sequence)
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(table.to_json(), file)
-                Path(name).replace(path)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+        write_whole(self._path(config, table.degree, sequence), json.dumps(table.to_json()))
 
     def _path(self, config: Any, degree: int, sequence: bool) -> Path:
         assert self.folder is not None
-        versions = [version("torch"), version("transformers"), _code()]
+        versions = [version("torch"), version("transformers"), code_hash(_ROOMS)]
         attention = str(getattr(config, "_attn_implementation", None))
         fields = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
         described = json.dumps(fields, sort_keys=True, default=str)
         parts = [type(config).__name__, described, attention, str(degree), str(sequence), *versions]
         return self.folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that makes tables; it stands for this package's version, and changes between two of them."""
-    root = Path(__file__).resolve().parents[1]
-    files = [path for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

@@ -18,18 +18,22 @@ from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.memory import MemoryData, memory_records
 from shardwise.data.rows import Row, load_rows
 from shardwise.models.build import build_on_meta
+from shardwise.models.describe import describe_sizes
 from shardwise.models.init import distributions, fill_random
 from shardwise.models.lora import Adapters, find_adapters
+from shardwise.models.structure import find_structure
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor import NO_TABLES
+from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 from shardwise.spec.template import template_text
 from shardwise.tensor.cache import TableCache
+from shardwise.tensor.table import ShardingTable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -84,15 +88,19 @@ def load_model(
         blueprint: of the same run, where something else has needed the model before; None: built here.
 
     Returns:
-        The model, and the plan with its sharding table filled in.
+        The model, and the plan with its sharding table and the model's exact sizes filled in.
     """
     folder, blueprint = Path(run.model), blueprint or Blueprint(run)
     hf_model, adapters = blueprint.model, blueprint.adapters
+    plan = replace(plan, model=measured(plan.model, hf_model, folder))
     names = {name for name, _ in hf_model.named_parameters()}
     random = run.model_init == "random"
     naming = default_naming(hf_model, declared_dtype(folder)) if random else naming_of_folder(folder, hf_model)
     dists = distributions(hf_model) if random else {}
-    model, table = parallelize(hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile, tables=tables)
+    given = None if plan.table is None else ShardingTable.from_json(plan.table)
+    model, table = parallelize(
+        hf_model, mesh, adapters, run.train.seed, compiled=run.train.compile, tables=tables, given=given
+    )
     base = [shard for shard in model.shards if shard.layout.source in names]
     if random:
         fill_random(base, dists, run.train.seed)
@@ -102,6 +110,14 @@ def load_model(
         added = [shard for shard in model.shards if shard.layout.source not in names]
         fill_random(added, adapters.distributions, run.train.seed)
     return LoadedModel(model, naming, adapters), replace(plan, table=table.to_json())
+
+
+def measured(spec: ModelSpec, model: PreTrainedModel, folder: Path) -> ModelSpec:
+    """``spec`` with the numbers of ``model``, whole and on meta, where they were read or estimated."""
+    if spec.measured:
+        return spec
+    exact = describe_sizes(model, find_structure(model), folder)
+    return replace(exact, hash=spec.hash, has_weights=spec.has_weights)
 
 
 def companions(run: RunConfig) -> Companions:

@@ -17,6 +17,7 @@ from shardwise.data.memory import MemoryData
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
+from shardwise.spec.described import SIZES, DescriptionCache, description_folder
 from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
@@ -123,6 +124,7 @@ def build_parts(
     _say_what_becomes_of_rows(loader, say)
     eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
     meter = MemoryMeter(device)
+    was_measured = plan.model.measured
     loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(cache_folder(os.environ)))
     if loaded.adapters is not None:
         say(f"LoRA      {loaded.adapters}")
@@ -130,6 +132,8 @@ def build_parts(
             say("          the base model is random and in no file: the adapter can be resumed, not loaded elsewhere")
     if context.rank == 0:
         plan.save(context.output_dir / "plan.json")
+        if not was_measured:  # the next start knows it without building anything
+            DescriptionCache(description_folder(os.environ)).keep(plan.model.hash, SIZES, plan.model.to_json())
     return TrainerParts(
         run=run,
         plan=plan,

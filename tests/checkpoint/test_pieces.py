@@ -144,7 +144,7 @@ def test_a_rank_loads_gate_and_up_of_experts_that_lie_one_by_one(tmp_path: Path)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
 @pytest.mark.parametrize("tp_dim", [0, 1, 2], ids=["rows", "fused experts", "columns"])
 def test_pieces_take_no_further_memory_while_they_are_read(tmp_path: Path, dtype: torch.dtype, tp_dim: int) -> None:
-    """Half of 64 MiB in two ranges."""
+    """Half of 64 MiB in two ranges, by a buffer of 1 MiB; the allocator keeps a few."""
     shape = (16, 1024, 1024)
     whole = torch.arange(2**24).float().view(shape)
     save_file({"x": whole}, tmp_path / "model.safetensors")
@@ -155,5 +155,5 @@ def test_pieces_take_no_further_memory_while_they_are_read(tmp_path: Path, dtype
     load_slices(tmp_path, [shard], plain_naming({"x": shape}, torch.float32))
     peak = meter.peak_bytes()
     meter.close()
-    assert peak < 6 * MIB
+    assert peak < 8 * MIB
     assert torch.equal(shard.data, held(whole, layout).to(dtype))

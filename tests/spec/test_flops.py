@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.models.describe import describe_folder
 from shardwise.spec.flops import matrix_parameters, peak_flops, step_flops
 from shardwise.spec.model import ModelSpec, read_model
 from tests.spec.model_folder import make_folder
@@ -30,7 +31,7 @@ def test_matrices_are_projections_and_the_head(tiny: ModelSpec) -> None:
 
 def test_biases_and_norms_do_not_count(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = read_model(
+    model = describe_folder(
         make_folder(tmp_path, **sizes, intermediate_size=16, vocab_size=10, model_type="qwen2", architectures=None)
     )
     assert model.block_parameters == BLOCK + 2 * 8 + 8 + 2 * 4  # norms, and the biases of q, k and v

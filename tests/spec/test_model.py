@@ -11,7 +11,9 @@ import pytest
 
 from shardwise.config import NOT_AVAILABLE
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.spec.model import ModelSpec, check_weights, find_model, read_model
+from shardwise.models.build import freeze_stored_buffers
+from shardwise.models.describe import describe_folder
+from shardwise.spec.model import NO_LIMIT, ModelSpec, check_weights, find_model, read_model
 from tests.parallel.families import FAMILIES, family_config, make_family
 from tests.spec.model_folder import make_folder, make_spec
 
@@ -25,8 +27,9 @@ _FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     {"model_type": "qwen3"},
 ]
-_OTHERWISE = ("stablelm", "exaone4", "bloom", "falcon", "codegen", "nemotron", "persimmon", "gemma3n_text")
-EXACT = [n for n in FAMILIES if n not in _OTHERWISE]
+# What decides how a model can be split, and which rows it takes.
+DECISIVE = ["num_blocks", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "max_position_embeddings", "tied"]
+DECISIVE += ["num_experts"]
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -36,9 +39,10 @@ def test_sizes_and_number_of_parameters_are_those_of_the_real_module(tmp_path: P
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture = _CLASSES[changes["model_type"]] + "ForCausalLM"
-    spec = make_spec(tmp_path, architectures=[architecture], **changes)
+    make_folder(tmp_path, architectures=[architecture], **changes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    spec = describe_folder(tmp_path)
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert spec.block_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     assert spec.head_dim == model.model.layers[0].self_attn.head_dim
@@ -46,10 +50,14 @@ def test_sizes_and_number_of_parameters_are_those_of_the_real_module(tmp_path: P
     assert spec.tied == model.config.tie_word_embeddings
     assert spec.max_position_embeddings == model.config.max_position_embeddings
     assert spec.architecture == type(model).__name__
+    plain = read_model(tmp_path, describe_folder)
+    for name in DECISIVE:
+        assert getattr(plain, name) == getattr(spec, name), name
+    assert plain.measured == (changes.get("num_key_value_heads", 2) is None)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_other_families_are_counted_exactly(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_are_described_by_their_modules(tmp_path: Path, name: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -58,21 +66,58 @@ def test_other_families_are_counted_exactly(tmp_path: Path, name: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(tmp_path)
-    spec = read_model(tmp_path)
-    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    freeze_stored_buffers(model)  # what files hold beside the parameters counts
+    spec = describe_folder(tmp_path)
+    assert spec.num_parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=4)  # rounded a block
     assert spec.tied == config.tie_word_embeddings
     assert (spec.num_experts > 0) == ("moe" in name or name == "mixtral")
     assert spec.architecture == type(model).__name__
+    plain = read_model(tmp_path, describe_folder)
+    for decisive in DECISIVE:
+        assert getattr(plain, decisive) == getattr(spec, decisive), decisive
 
 
-@pytest.mark.parametrize("name", ["nemotron", "persimmon", "stablelm"])
-def test_a_family_that_is_not_described_is_counted_in_its_files(tmp_path: Path, name: str) -> None:
+UNUSUAL = {
+    "mamba2": {"num_heads": 4, "head_dim": 16, "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 131},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]]},
+    "xlnet": {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48},
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 3, "attention_hidden_size": 32},
+}
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_sizes_that_the_file_does_not_name_are_those_of_the_modules(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig
+
+    sizes = UNUSUAL[family] | {"vocab_size": 131}
+    AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: has no "):
+        read_model(tmp_path)
+    spec = read_model(tmp_path, describe_folder)
+    assert spec.num_blocks == next(sizes[key] for key in ("num_hidden_layers", "num_layers", "n_layer") if key in sizes)
+    assert spec.num_heads == next((sizes[key] for key in ("num_heads", "n_head") if key in sizes), 0)
+    assert spec.hidden_size == 32
+    assert spec.vocab_size == 131
+    assert spec.max_position_embeddings == {"gpt_neo": 2048, "rwkv": 1024}.get(family, NO_LIMIT)
+    assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize("name", ["nemotron", "stablelm", "qwen2_moe"])
+def test_a_model_that_was_not_built_yet_is_counted_in_its_files(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = make_family(tmp_path, name)
     model = AutoModelForCausalLM.from_pretrained(folder)
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert read_model(folder).num_parameters == pytest.approx(whole, abs=4)  # a block's share is rounded down
+
+
+def test_without_files_numbers_of_parameters_are_estimated_by_a_gated_block(tmp_path: Path) -> None:
+    changes = {"model_type": "mixtral", "architectures": None, "num_local_experts": 6, "num_experts_per_tok": 2}
+    for folder in (make_folder(tmp_path / "dense"), make_folder(tmp_path / "experts", **changes)):
+        exact, estimate = describe_folder(folder), read_model(folder)
+        assert estimate.num_parameters == exact.num_parameters
+        assert estimate.block_matrix_parameters == exact.block_matrix_parameters
 
 
 def test_the_hash_is_that_of_the_file_and_the_spec_survives_json(tmp_path: Path) -> None:

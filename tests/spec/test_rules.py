@@ -32,7 +32,6 @@ NOT_BUILT = [
     "cp=2",
     "ep=2",
     "recompute=selective",
-    "plan=plan.json",
     "save.best=eval_loss",
     "save.async=true",
     "restarts=1",

@@ -1,0 +1,78 @@
+"""Descriptions of models that were built before, kept on disk: building one takes seconds, reading its result none.
+
+A file is named by everything that its content depends on, so none is ever out of date; one that cannot be read counts
+as none. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# The kinds of description: a ModelSpec, and ModelCosts.
+SIZES, COSTS = "sizes", "costs"
+_ROOMS = ("check", "models", "parallel", "spec", "tensor")  # the code that describes
+
+
+def description_folder(environ: Mapping[str, str]) -> Path | None:
+    """``shardwise/models`` in the user's cache; None for a user without a home."""
+    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
+    return None if base is None else Path(base) / "shardwise" / "models"
+
+
+@dataclass(frozen=True)
+class DescriptionCache:
+    """Descriptions (JSON objects) in a folder, which need not be there yet; None: nothing is kept."""
+
+    folder: Path | None
+
+    def find(self, model_hash: str, kind: str) -> dict[str, Any] | None:
+        """The description ``kind`` of the model with this :func:`shardwise.spec.model.hash_of`, None if unknown."""
+        if self.folder is None:
+            return None
+        try:
+            data = json.loads(self._path(model_hash, kind).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def keep(self, model_hash: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Write a description, whole or not at all; a folder that cannot be written to keeps nothing."""
+        if self.folder is not None:
+            write_whole(self._path(model_hash, kind), json.dumps(data))
+
+    def _path(self, model_hash: str, kind: str) -> Path:
+        assert self.folder is not None
+        parts = [model_hash, kind, version("torch"), version("transformers"), code_hash(_ROOMS)]
+        return self.folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of a cache, whole or not at all; where it cannot be written nothing is."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+@cache
+def code_hash(rooms: tuple[str, ...]) -> str:
+    """A hash of the code in some rooms of this package; it stands for its version, and changes between two of them."""
+    root = Path(__file__).resolve().parents[1]
+    files = [path for room in rooms for path in sorted((root / room).glob("*.py"))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
