@@ -45,9 +45,19 @@ class Reference:
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
-def precision(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """In float64, keep modules from rounding to fp32."""
-    return Exact() if dtype is torch.float64 else contextlib.nullcontext()
+@contextlib.contextmanager
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    """In float64, keep modules from rounding to fp32, and make what they make in float64, as transformers does."""
+    if dtype is not torch.float64:
+        yield
+        return
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with Exact():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def run_reference(small: SmallModel, steps: Sequence[Sequence[Row]], train: TrainConfig) -> Reference:

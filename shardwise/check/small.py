@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.data.format import IGNORED
 from shardwise.data.rows import Row
-from shardwise.models.build import build_on_meta, choose_experts
+from shardwise.models.build import build_on_meta, choose_experts, freeze_stored_buffers, put_head_last, widen
 from shardwise.models.lora import Adapters, find_adapters, inject, plain_name
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure
@@ -80,6 +80,9 @@ def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
             config, dtype=dtype, attn_implementation=config._attn_implementation
         )
     choose_experts(model)
+    put_head_last(model)
+    freeze_stored_buffers(model)
+    widen(model, dtype)
     return model.train()
 
 

@@ -57,6 +57,14 @@ def choose_experts(model: PreTrainedModel) -> None:
         model.set_experts_implementation("eager")
 
 
+def widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store in ``dtype``, where that is float64, what some models keep in fp32 (routers), so that nothing rounds."""
+    if dtype is torch.float64:
+        for parameter in model.parameters():
+            if parameter.dtype is torch.float32:
+                parameter.data = parameter.data.double()
+
+
 def put_head_last(model: PreTrainedModel) -> None:
     """Name a tied weight by its embedding, as files do: some models register their head before it."""
     head = model.get_output_embeddings()

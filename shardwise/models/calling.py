@@ -15,7 +15,7 @@ def call_model(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
     Positions are always given and a cache never: only so are masks right for every attention implementation.
     What a model has no argument for it is not given.
     """
-    given: dict[str, Any] = {"position_ids": position_ids, "use_cache": False}
+    given: dict[str, Any] = {"position_ids": position_ids + first_position(model), "use_cache": False}
     parameters = inspect.signature(model.forward).parameters
     known = set(parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -25,3 +25,11 @@ def call_model(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
         return output
     logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
     return logits
+
+
+def first_position(model: nn.Module) -> int:
+    """Where the positions of a model begin: behind the row of its table of positions that stands for padding."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
+            return module.padding_idx + 1
+    return 0

@@ -16,13 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import PlanError
-from shardwise.models.build import choose_experts, freeze_stored_buffers, put_head_last
+from shardwise.models.build import choose_experts, freeze_stored_buffers, put_head_last, widen
 from shardwise.models.kinds import block_signatures
 from shardwise.models.sizes import SKIPPED, Path, Tree
 from shardwise.models.small_config import shrink_sizes, text_path
 from shardwise.models.structure import find_blocks, text_config
 
 _NOISE = 0.2
+_LENGTHS = r"layers?$|^num_blocks$|^depth$"  # names of numbers of blocks
 
 
 def shrink(config: Any, *, degree: int = 2, num_blocks_per_kind: int = 2) -> Any:
@@ -39,7 +40,7 @@ def shrink(config: Any, *, degree: int = 2, num_blocks_per_kind: int = 2) -> Any
     """
     try:
         path = text_path(config)
-        narrow = shrink_sizes(config.to_dict(), path, degree)
+        narrow = _short_others(shrink_sizes(config.to_dict(), path, degree), config.to_dict(), path)
         signatures = _signatures(_rebuilt(config, narrow))
         last = narrow
         for kept in _choices(signatures, num_blocks_per_kind):
@@ -67,6 +68,7 @@ def build_small(config: Any, dtype: torch.dtype = torch.float64, seed: int = 0) 
             config, dtype=dtype, attn_implementation=config._attn_implementation
         )
         freeze_stored_buffers(model)
+        widen(model, dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
@@ -122,8 +124,19 @@ def _cut_blocks(tree: Tree, path: Path, num_blocks: int, kept: Sequence[int]) ->
     return small
 
 
+def _short_others(narrow: Tree, tree: Tree, path: Path) -> Tree:
+    """``narrow`` with lists of a value for each block no longer than the blocks of parts beside the language part."""
+    for key, part in narrow.items():
+        if isinstance(part, dict) and (key,) != path and isinstance(tree[key], dict):
+            lengths = {tree[key][k]: v for k, v in part.items() if isinstance(v, int) and re.search(_LENGTHS, k)}
+            for old, new in lengths.items():
+                if new < old:
+                    narrow[key] = {k: _cut_value(k, v, old, range(new)) for k, v in part.items()}
+    return narrow
+
+
 def _cut_value(key: str, value: Any, num_blocks: int, kept: Sequence[int]) -> Any:
-    if isinstance(value, int) and value == num_blocks and re.search(r"layers?$|^num_blocks$|^depth$", key):
+    if isinstance(value, int) and value == num_blocks and re.search(_LENGTHS, key):
         return len(kept)
     if isinstance(value, list | tuple) and _is_places(key, value, num_blocks):
         return [place for place, index in enumerate(kept) if index in value]

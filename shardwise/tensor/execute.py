@@ -67,7 +67,7 @@ def apply_table(
             shared.setdefault(key, SharedInput(group)).readers += 1
     for name, module in modules.items():
         split = table.modules[name]
-        once = [n.rpartition(".")[2] for n, c in table.params.items() if c.once and n.rpartition(".")[0] == name]
+        once = {n.rpartition(".")[2]: c for n, c in table.params.items() if c.once and n.rpartition(".")[0] == name}
         set_forward(name, module, split, group, shared.get(split.group), positions, once)
     for name, values in table.values.items():
         module = _present(model, name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwise.tensor.adapter import LowRank, add_low_rank, low_rank
 from shardwise.tensor.collectives import gather_forward, sum_backward, sum_forward
 from shardwise.tensor.group import TensorGroup
 from shardwise.tensor.positions import Positions
-from shardwise.tensor.table import ModuleSplit, Style
+from shardwise.tensor.table import ModuleSplit, ParamCut, Style
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -88,14 +89,14 @@ def set_forward(
     group: TensorGroup,
     shared: SharedInput | None,
     positions: Positions,
-    once: Sequence[str] = (),
+    once: Mapping[str, ParamCut] | None = None,
 ) -> None:
     """Let ``module``, whose parameters are cut already, compute as ``split`` says.
 
     Args:
         shared: of the module's group; None where the gradient of its input stays a share.
         positions: this rank's in the sequence.
-        once: parameters of an expert stack that only the first rank computes with.
+        once: parameters of an expert stack of which something counts on the first rank alone.
 
     Raises:
         PlanError: a style that the module's class or size does not allow.
@@ -110,7 +111,7 @@ def set_forward(
         module.forward = _slice(module.forward, positions)  # type: ignore[method-assign]
         return
     if style is Style.EXPERTS:
-        module.forward = _experts(module, group, once, positions if split.sequence else None)  # type: ignore[method-assign]
+        module.forward = _experts(module, group, once or {}, positions if split.sequence else None)  # type: ignore[method-assign]
         return
     expected = (nn.Embedding,) if style is Style.VOCAB_EMBEDDING else (nn.Linear, Conv1D)
     if not isinstance(base, expected):
@@ -213,16 +214,19 @@ def _slice(own: Callable[..., torch.Tensor], positions: Positions) -> Callable[.
 
 
 def _experts(
-    module: nn.Module, group: TensorGroup, once: Sequence[str], positions: Positions | None
+    module: nn.Module, group: TensorGroup, once: Mapping[str, ParamCut], positions: Positions | None
 ) -> Callable[..., torch.Tensor]:
     """The stack's own forward on a part of every expert's inner features: its result is a partial sum.
 
     Every input with a gradient (hidden states, routing weights) meets the same parts on each rank, so its gradient is
-    a share. A bias of the result counts on the first rank alone. With ``positions`` (the residual stream is cut along
-    the sequence) the ranks' tokens are gathered, whatever is told of them, and the results scattered again.
+    a share. A bias of the result counts on the first rank alone, and so does what passes by the matrices (experts that
+    hand on their input): the other ranks compute it once more, and take it off. With ``positions`` (the residual
+    stream is cut along the sequence) the ranks' tokens are gathered, whatever is told of them, and the results
+    scattered again.
     """
     own = module.forward
-    silent = tuple(once) if group.rank else ()
+    silent = [name for name, cut in once.items() if cut.dim is None] if group.rank else []
+    matrices = [name for name, cut in once.items() if cut.dim is not None] if group.rank else []
 
     def summed(value: torch.Tensor) -> torch.Tensor:
         return sum_backward(value, group) if value.requires_grad else value
@@ -231,15 +235,25 @@ def _experts(
         read = summed if positions is None else positions.gather
         args = tuple(read(value) if isinstance(value, torch.Tensor) else value for value in args)
         kwargs = {key: read(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-        parameters = {short: module._parameters.pop(short) for short in silent}
-        for short, parameter in parameters.items():
-            setattr(module, short, parameter * 0.0)
-        try:
+        with _silenced(module, silent):
             out = own(*args, **kwargs)
-            return sum_forward(out, group) if positions is None else positions.scatter(out)
-        finally:
-            for short, parameter in parameters.items():
-                delattr(module, short)
-                module._parameters[short] = parameter
+            if matrices:
+                with _silenced(module, matrices):
+                    out = out - own(*args, **kwargs)
+        return sum_forward(out, group) if positions is None else positions.scatter(out)
 
     return forward
+
+
+@contextmanager
+def _silenced(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Parameters of ``module`` read as zeros, with a gradient of zeros."""
+    parameters = {short: module._parameters.pop(short) for short in names}
+    for short, parameter in parameters.items():
+        setattr(module, short, parameter * 0.0)
+    try:
+        yield
+    finally:
+        for short, parameter in parameters.items():
+            delattr(module, short)
+            module._parameters[short] = parameter

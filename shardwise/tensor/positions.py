@@ -121,7 +121,7 @@ def _entering(positions: Positions) -> Callable[[nn.Module, tuple[Any, ...], dic
 
 def _leaving(positions: Positions) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
     def hook(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
-        return (positions.leave(out[0]), *out[1:]) if isinstance(out, tuple) else positions.leave(out)
+        return (positions.leave(out[0]), *out[1:]) if isinstance(out, tuple | list) else positions.leave(out)
 
     return hook
 

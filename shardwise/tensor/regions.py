@@ -33,6 +33,8 @@ class Region:
         narrow: sinks that read a part of their features, where the region is split; the others read shares.
         cuts: parameter -> its cut, where the region is split.
         splittable: whether there is such a split.
+        reads_outside: whether parameters outside of the block take part (an input of its own for each block is made
+            from them); other blocks may read these whole, so that no rank may have a share of their gradient.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -42,6 +44,7 @@ class Region:
     narrow: set[str] = field(default_factory=set)
     cuts: dict[str, ParamCut] = field(default_factory=dict)
     splittable: bool = False
+    reads_outside: bool = False
 
     @property
     def is_residual(self) -> bool:
@@ -59,7 +62,8 @@ def find_regions(model: nn.Module, trace: BlockTrace, degree: int) -> list[Regio
     reads = {name: _reads(inputs, sources, params) for name, inputs in sinks.items()}
     regions = _connected(reads, set(sources))
     for region in regions:
-        if not region.is_residual:
+        region.reads_outside = any(not name.startswith(f"{trace.name}.") for name in region.params)
+        if not region.is_residual and not region.reads_outside:
             _find_split(region, products, params, degree)
     return regions
 

@@ -21,10 +21,10 @@ from shardwise.tensor.parts import Parts
 from shardwise.tensor.regions import Region
 from shardwise.tensor.table import ModuleSplit, Style
 
-# A square matrix that stays whole counts as much as 5 elements moved for each of its rows and tokens: more than any way
+# A square matrix that stays whole counts as much as 6 elements moved for each of its rows and tokens: more than any way
 # to cut it costs that shares the sum of an input's gradient with others, less than cutting a narrow matrix alone does
 # (the latent projections of DeepSeek, routers).
-_WHOLE_PRICE = 5.0
+_WHOLE_PRICE = 6.0
 
 
 class Mode(IntEnum):
@@ -119,6 +119,8 @@ class Problem:
             return (self.forced[region],)
         if self.regions[region].is_residual:
             return (Mode.SLICED,) if self.sequence else (Mode.WHOLE,)
+        if self.regions[region].reads_outside and not self.sequence:
+            return (Mode.WHOLE,)
         # Of what was gathered along the sequence each rank's gradient is a share.
         whole = (Mode.SHARES,) if self.sequence else (Mode.WHOLE, Mode.SHARES)
         return (*whole, Mode.SPLIT) if self.regions[region].splittable else whole

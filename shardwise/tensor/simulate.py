@@ -7,6 +7,8 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +18,23 @@ from shardwise.spec.tolerance import relative_error
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.group import SimulatedTensorGroup
 from shardwise.tensor.table import ShardingTable, Style
-from shardwise.tensor.trace import LENGTH, ROWS, run
+from shardwise.tensor.trace import LENGTH, run
 
 _SEED = 0
+Call = Callable[[nn.Module], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A whole model's logits and gradients, by parameter name (a tied one under its first), and their norm."""
+    """A whole model's logits and gradients, by parameter name (a tied one under its first), and their norm.
+
+    ``call``: what gave the module its inputs, and returned them.
+    """
 
     logits: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     norm: float
-    length: int = LENGTH
+    call: Call
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,16 @@ class Difference:
 
 def reference(model: nn.Module, length: int = LENGTH) -> Reference:
     """One pass of the whole model, forward and backward; its gradients are cleared again."""
-    logits = _pass(model, slice(None), length)
+    return reference_of(model, partial(run, length=length))
+
+
+def reference_of(model: nn.Module, call: Call) -> Reference:
+    """The same of any module, a block of a model: ``call`` gives it its inputs and returns [rows, length, ...]."""
+    logits = _pass(model, call, slice(None))
     gradients = {name: p.grad for name, p in model.named_parameters()}
     norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients.values() if g is not None))
     model.zero_grad(set_to_none=True)
-    return Reference(logits, gradients, norm, length)
+    return Reference(logits, gradients, norm, call)
 
 
 def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Difference:
@@ -59,10 +70,10 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
     done: dict[int, _Rank] = {}
 
     def work(rank: int) -> None:
-        split = copy.deepcopy(model)
+        split = _copied(model)
         layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in split.named_parameters()}
         layouts = apply_table(split, table, groups[rank], layouts)
-        logits = _pass(split, _columns(table, want.logits.shape[-1], rank), want.length)
+        logits = _pass(split, want.call, _columns(table, want.logits.shape[-1], rank))
         done[rank] = _Rank(layouts, logits, {name: p.grad for name, p in split.named_parameters()})
 
     _in_threads(work, groups)
@@ -79,6 +90,13 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
             errors[name] = max(errors.get(name, 0.0), error)
     where = max(errors, key=lambda name: errors[name])
     return Difference(errors[where], where, groups[0].moved)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy with gradients of its own; values of parameters and configurations, which no pass changes, are shared."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    configs = [vars(module).get("config") for module in model.modules()]
+    return copy.deepcopy(model, memo | {id(config): config for config in configs if config is not None})
 
 
 @dataclass(frozen=True)
@@ -129,18 +147,20 @@ def _columns(table: ShardingTable, vocab_size: int, rank: int) -> slice:
     return slice(*chunk_range(vocab_size, table.degree, rank))
 
 
-def _pass(model: nn.Module, columns: slice, length: int) -> torch.Tensor:
+def _pass(model: nn.Module, call: Call, columns: slice) -> torch.Tensor:
     """The logits, after a backward pass of a loss that weighs each of them by a fixed random number.
 
     Where every rank has all logits, each of them weighs them alike, and gradients are whole.
     """
-    logits = run(model, length)
+    logits = call(model)
     # Drawn column by column, so that a rank's columns weigh what they do in the whole. Numbers are drawn 16 at a time:
     # with another count of them for each column, the last ones would depend on how many columns there are.
     size = logits.shape[-1] if columns.stop is None else columns.stop
-    generator = torch.Generator().manual_seed(_SEED)
-    drawn = torch.randn(size, ROWS, LENGTH, generator=generator, dtype=torch.float64)[..., :length]
-    weights = drawn.movedim(0, -1)[..., columns].to(logits)
+    places = logits.shape[:-1]
+    drawn = torch.randn(
+        size, -(-places.numel() // 16) * 16, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64
+    )
+    weights = drawn[:, : places.numel()].view(size, *places).movedim(0, -1)[..., columns].to(logits)
     (logits * weights).sum().backward()
     return logits.detach()
 

@@ -63,7 +63,8 @@ class ParamCut:
 
     Args:
         dim: the dim that is cut, by ``parts``; None: whole, and each rank's gradient is its share.
-        once: whole, and only the first rank computes with it (a bias of what is summed over the ranks).
+        once: whole, and only the first rank computes with it (a bias of what is summed over the ranks). Of a matrix
+            that is cut: what the result is without it counts on the first rank alone (experts without matrices).
     """
 
     dim: int | None = None

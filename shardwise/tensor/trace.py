@@ -57,13 +57,24 @@ class Product:
 
 @dataclass
 class BlockTrace:
-    """One block in the pass: what came in (a leaf), what went out, and the products between, in order."""
+    """One block in the pass: what came in (a leaf), what went out, and the products between, in order.
+
+    ``args`` and ``kwargs``: what it was called with, detached.
+    """
 
     name: str
     module: nn.Module
     entry: torch.Tensor
     exit: torch.Tensor
     products: list[Product] = field(default_factory=list)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, block: nn.Module) -> torch.Tensor:
+        """What ``block`` returns in the place of this one."""
+        out = block(*detached(self.args), **detached(self.kwargs))
+        result: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
+        return result
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -160,12 +171,12 @@ def _block_hooks(traces: dict[int, BlockTrace], index: int, name: str, block: nn
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         leaf = _leaf(hidden)
-        traces[index] = BlockTrace(name, block, leaf, leaf)
+        traces[index] = BlockTrace(name, block, leaf, leaf, args=detached(args), kwargs=detached(kwargs))
         given = leaf.clone()
         return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
 
     def after(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], out: Any) -> None:
-        traces[index].exit = out[0] if isinstance(out, tuple) else out
+        traces[index].exit = out[0] if isinstance(out, tuple | list) else out
 
     return before, after
 
@@ -183,6 +194,17 @@ def _product_hooks(traces: dict[int, BlockTrace], index: int, name: str, module:
         return leaf.clone()  # what follows may change it in place, which a leaf does not allow
 
     return None, after
+
+
+def detached(value: Any) -> Any:
+    """``value`` with new containers, and its tensors without their history: what one call changes no other sees."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: detached(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(detached(item) for item in value)
+    return value
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ _STYLES = {
     "mla_kv_a_proj": Style.SUM_OUTPUT,
     "moe_tp_experts": Style.EXPERTS,
 }
-_OF_PARAMETERS = ("packed_colwise", "packed_rowwise", "local_params")
+# What a table says of parameters, or of the stack of experts around them.
+_OF_PARAMETERS = ("packed_colwise", "packed_rowwise", "local_params", "moe_identity_expert")
 
 
 def published_table(model: Any, structure: Structure, own: ShardingTable) -> tuple[ShardingTable | None, set[str]]:
@@ -49,8 +50,11 @@ def published_table(model: Any, structure: Structure, own: ShardingTable) -> tup
         elif style not in _OF_PARAMETERS:
             unknown.add(style)
     _settle(model, modules, params)
+    # What a module reads changes where its results are split as ours are, and not gathered again.
+    narrow = {name for name, split in modules.items() if split.style is own.style(name) is Style.COLUMN}
+    values = {n: v for n, v in own.values.items() if any(name.startswith(f"{n}.") for name in narrow)}
     ends = {n: s for n, s in own.modules.items() if n in (structure.embedding, structure.head)}
-    return ShardingTable(own.degree, ends | modules, params, own.values), unknown
+    return ShardingTable(own.degree, ends | modules, params, values), unknown
 
 
 def _split(name: str, style: Style, own: ShardingTable, groups: dict[str, str]) -> ModuleSplit:

@@ -6,74 +6,120 @@ python -m tests.architectures.tensor --degree 2
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import sys
 import time
-import traceback
 import warnings
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from tests.architectures.processes import in_processes
 from tests.architectures.survey import architectures, default_config
+
+TIME_LIMIT = 150.0
+
+
+@dataclass
+class Count:
+    """What a table leaves whole, as a share of the blocks' parameters, and the elements that a rank moves for it."""
+
+    whole: float = 1.0
+    moved: float = 0.0
+
+    def no_more_than(self, other: Count) -> bool:
+        """Of neither more."""
+        return self.whole <= other.whole + 1e-9 and self.moved <= other.moved + 1e-9
 
 
 @dataclass
 class TensorFinding:
-    """What the search found for one architecture, and what its published plan does on the same ranks."""
+    """What the search found for one architecture, and what its published plan does on the same ranks.
+
+    Args:
+        result: ``ok``: a table that is right on the executed ranks.
+        seconds: of CPU for the search of one kind of block, its trace included.
+        same: whether the published plan has the same styles.
+        published: None where none is published; ``published_result`` tells whether it is right.
+    """
 
     name: str
     result: str = "not reached"
     seconds: float = 0.0
-    published: bool = False
+    own: Count = field(default_factory=Count)
+    same: bool = False
+    published: Count | None = None
     published_result: str = ""
     styles: dict[str, str] = field(default_factory=dict)
-    values: dict[str, list[str]] = field(default_factory=dict)
-    whole: float = 1.0
-    moved: float = 0.0
-    published_whole: float = 1.0
-    published_moved: float = 0.0
     published_styles: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    trace: str = ""
 
 
-def examine(name: str, degree: int) -> TensorFinding:
+def examine(name: str, degree: int = 2) -> TensorFinding:
+    """The table of an architecture, with what it and the published plan do on ``degree`` simulated ranks."""
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM
 
     from shardwise.models.shrink import build_small, shrink
     from shardwise.models.structure import find_structure
-    from shardwise.tensor.find import find_tables
-    from shardwise.tensor.simulate import compare, reference
+    from shardwise.tensor.simulate import reference
 
     warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     finding = TensorFinding(name)
+    config = default_config(name)
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
     try:
-        config = default_config(name)
-        small_config = shrink(config, degree=degree)
-        small = build_small(small_config)
-        with torch.device("meta"):
-            real = AutoModelForCausalLM.from_config(config)
-        start = time.monotonic()
-        table, own = find_tables(real, small, degree)
-        finding.seconds = time.monotonic() - start
-        finding.result = "ok"
-        structure = find_structure(small)
-        finding.styles = {k: v.style.value for k, v in own.modules.items()}
-        finding.values = {k: [x.attribute for x in v] for k, v in own.values.items()}
-        finding.refused = dict(table.refused)
-        want = reference(small)
-        finding.moved = sum(compare(small, own, want).moved.values())
-        finding.whole = whole_share(small, structure, own)
-        _compare_with_published(finding, small, structure, own, want)
-    except Exception as error:
-        finding.result = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        finding.trace = traceback.format_exc()[-1500:]
+        small = _small(shrink(config, degree=degree), build_small)
+        table, own = timed_search(finding, real, small, degree)
+    except Exception as error:  # whatever a foreign forward raises
+        finding.result = " ".join(f"{getattr(error, 'rule', '') or type(error).__name__ + ': ' + str(error)}".split())
+        _publishes(finding, real)
+        return finding
+    finding.result = "ok"
+    structure = find_structure(small)
+    finding.styles = {k: v.style.value for k, v in own.modules.items()}
+    finding.refused = dict(table.refused)
+    want = reference(small)
+    finding.own = count(small, structure, own, want)
+    _compare_with_published(finding, small, structure, own, want)
     return finding
+
+
+def _small(config: Any, build: Any) -> Any:
+    """In float64 where it runs in that, as the product does it."""
+    import torch
+
+    from shardwise.tensor.trace import run
+
+    small = build(config)
+    try:
+        run(small)
+    except RuntimeError:
+        small = build(config, torch.float32)
+    return small
+
+
+def timed_search(finding: Any, real: Any, small: Any, degree: int) -> tuple[Any, Any]:
+    """The search, its table and the same on the small copy; notes CPU seconds for a kind of block."""
+    from shardwise.tensor.find import TableSearch
+
+    start = time.process_time()
+    search = TableSearch(real, small, degree)
+    table, own = search.tables()
+    finding.seconds = round((time.process_time() - start) / max(len(search.kinds), 1), 2)
+    return table, own
+
+
+def _publishes(finding: TensorFinding, model: Any) -> None:
+    """Where the search fails: whether there is a published plan for the blocks."""
+    from shardwise.models.structure import text_config
+
+    plan = getattr(type(text_config(model)), "base_model_tp_plan", None) or {}
+    if any(pattern.startswith("layers.*") or ".*." in pattern for pattern in plan):
+        finding.published, finding.published_result = Count(), "not run"
 
 
 def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, own: Any, want: Any) -> None:
@@ -83,22 +129,28 @@ def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, 
     from tests.architectures.published import published_table
 
     theirs, unknown = published_table(small, structure, own)
-    finding.published = theirs is not None
     if theirs is None:
         return
     finding.published_styles = {k: v.style.value for k, v in theirs.modules.items()}
-    finding.published_whole = whole_share(small, structure, theirs)
+    finding.same = finding.styles == finding.published_styles
+    finding.published = Count(whole_share(small, structure, theirs))
     try:
         difference = compare(small, theirs, want)
     except Exception as error:
         finding.published_result = " ".join(f"does not run: {type(error).__name__}: {error}".split())[:200]
         return
-    finding.published_moved = sum(difference.moved.values())
-    finding.published_result = (
-        "right" if difference.error <= PROOF else f"differs by {difference.error:.1e} at {difference.where}"
-    )
+    finding.published.moved = sum(difference.moved.values())
+    right = difference.error <= PROOF
+    finding.published_result = "right" if right else f"differs by {difference.error:.1e} at {difference.where}"
     if unknown:
         finding.published_result += f", without {sorted(unknown)}"
+
+
+def count(model: Any, structure: Any, table: Any, want: Any) -> Count:
+    """What ``table`` leaves whole and moves on the executed ranks."""
+    from shardwise.tensor.simulate import compare
+
+    return Count(whole_share(model, structure, table), sum(compare(model, table, want).moved.values()))
 
 
 def whole_share(model: Any, structure: Any, table: Any) -> float:
@@ -106,78 +158,56 @@ def whole_share(model: Any, structure: Any, table: Any) -> float:
     sizes = {
         name: p.numel() for name, p in model.get_submodule(structure.blocks).named_parameters(prefix=structure.blocks)
     }
-    return sum(size for name, size in sizes.items() if not table.is_cut(name)) / sum(sizes.values())
+    return round(sum(size for name, size in sizes.items() if not table.is_cut(name)) / sum(sizes.values()), 6)
 
 
-def _work(name: str, degree: int, sender: Any) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
-    sender.send(asdict(examine(name, degree)))
-    sender.close()
-
-
-def main() -> None:
-    import torch  # noqa: F401
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", action="append")
-    parser.add_argument("--degree", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=60.0)
-    options = parser.parse_args()
-    context = multiprocessing.get_context("fork")
-    waiting, running, findings = list(options.only or architectures()), {}, []
-    from multiprocessing.connection import wait
-
-    while waiting or running:
-        while waiting and len(running) < options.workers:
-            name = waiting.pop(0)
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(name, options.degree, sender))
-            process.start()
-            sender.close()
-            running[receiver] = (name, process, time.monotonic())
-        for receiver in wait(list(running), timeout=1.0):
-            name, process, _ = running.pop(receiver)
-            try:
-                findings.append(TensorFinding(**receiver.recv()))
-            except EOFError:
-                findings.append(TensorFinding(name, result="its process died"))
-            process.join(timeout=10)
-            show(findings[-1])
-        for receiver, (name, process, start) in list(running.items()):
-            if time.monotonic() - start > options.limit:
-                del running[receiver]
-                process.kill()
-                process.join()
-                findings.append(TensorFinding(name, result=f"took more than {options.limit:.0f} s"))
-                show(findings[-1])
-    if options.json:
-        options.json.write_text(json.dumps([asdict(f) for f in findings], indent=1))
+SAME, CHEAPER, TRADE, WORSE = "same", "cheaper", "less whole, moves more", "worse"
+NOT_RIGHT, NONE_PUBLISHED, NOT_SPLIT = "published is not right", "none published", "not split"
 
 
 def verdict(f: TensorFinding) -> str:
     """Ours beside the published plan."""
-    if not f.published:
-        return "none published"
-    if f.styles == f.published_styles:
-        return "same"
-    if not f.published_result.startswith("right"):
-        return "published is not right here"
-    better = f.whole <= f.published_whole + 1e-9 and f.moved <= f.published_moved + 1e-9
-    return "no more of both" if better else "MORE"
+    if f.result != "ok" or f.own.whole == 1.0:
+        return NOT_SPLIT
+    if f.published is None:
+        return NONE_PUBLISHED
+    if f.same:
+        return SAME
+    if f.published_result != "right":
+        return NOT_RIGHT
+    if f.own.no_more_than(f.published):
+        return CHEAPER
+    return TRADE if f.own.whole < f.published.whole else WORSE
 
 
-def show(f: TensorFinding) -> None:
+def survey(names: Sequence[str], workers: int, degree: int = 2, limit: float = TIME_LIMIT) -> Iterator[TensorFinding]:
+    """The findings of ``names`` as they come."""
+    import transformers
+
+    import shardwise.models.chain
+    import shardwise.tensor.find  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+    for name, finding, reason in in_processes(partial(examine, degree=degree), names, workers, limit):
+        yield finding or TensorFinding(name, result=reason)
+
+
+def line(f: TensorFinding) -> str:
+    """One architecture in one line."""
     styles = sorted(set(f.styles.values()) - {"vocab_embedding", "vocab_head"})
-    print(
-        f"{f.name:26} {f.result[:230]} {f.seconds:.1f} s whole {f.whole:.3f} moved {f.moved:.0f} {styles}"
-        f" | {verdict(f)}"
-        + (f": {f.published_result}, {f.published_whole:.3f} {f.published_moved:.0f}" if f.published else ""),
-        flush=True,
-    )
+    theirs = "" if f.published is None else f": {f.published_result} {f.published.whole:.3f} {f.published.moved:.0f}"
+    own = f"{f.seconds:.1f} s a kind, whole {f.own.whole:.3f} moved {f.own.moved:.0f} {styles}"
+    return f"{f.name:26} {f.result[:300]} {own} | {verdict(f)}{theirs}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", help="a model type (may be given several times)")
+    parser.add_argument("--degree", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    for finding in survey(options.only or architectures(), options.workers, options.degree):
+        print(line(finding), flush=True)
 
 
 if __name__ == "__main__":

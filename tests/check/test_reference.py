@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from shardwise.check import reference
 from shardwise.check.exact import Exact, Rounding
 from shardwise.check.findings import limits
-from shardwise.check.small import SmallModel, make_rows
+from shardwise.check.small import SmallModel, build_meta, build_whole, make_rows
 from shardwise.errors import PlanError
 from shardwise.models.shrink import shrink
 from shardwise.spec import tolerance
@@ -47,6 +47,16 @@ def test_a_llama_runs_exactly_and_its_outputs_are_in_the_order_of_the_forward_pa
     assert places == sorted(places)
     outputs = found.outputs["model.layers.0"]
     assert [output.shape[1] for output in outputs] == [len(row.input_ids) for row in rows]
+
+
+def test_ranks_build_the_same_parameters_as_the_one_process() -> None:
+    """Buffers that files hold are parameters in both, and a head that is registered first stands last in both."""
+    for model_type in ("deepseek_v3", "gpt_neox"):
+        copied = SmallModel(shrink(AutoConfig.for_model(model_type, num_hidden_layers=4)), None, 4, ())
+        rank = dict(build_meta(copied.config, torch.float32).named_parameters())
+        whole = dict(build_whole(copied, torch.float32).named_parameters())
+        assert list(rank) == list(whole)
+        assert any("e_score_correction_bias" in name for name in rank) is (model_type == "deepseek_v3")
 
 
 def test_what_float64_cannot_run_is_compared_in_fp32_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

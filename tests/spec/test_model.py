@@ -70,7 +70,7 @@ def test_other_families_are_described_by_their_modules(tmp_path: Path, name: str
     spec = describe_folder(tmp_path)
     assert spec.num_parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=4)  # rounded a block
     assert spec.tied == config.tie_word_embeddings
-    assert (spec.num_experts > 0) == ("moe" in name or name == "mixtral")
+    assert (spec.num_experts > 0) == ("moe" in name or name in ("mixtral", "deepseek_v3"))
     assert spec.architecture == type(model).__name__
     plain = read_model(tmp_path, describe_folder)
     for decisive in DECISIVE:

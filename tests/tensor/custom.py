@@ -52,6 +52,40 @@ class StubbornBlock(nn.Module):
         return hidden_states + self.out(attended.transpose(1, 2).reshape(rows, length, WIDTH))
 
 
+class FedBlock(nn.Module):
+    """An MLP whose inner features meet an input that the model makes for all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, 16)
+        self.wide = nn.Linear(16, WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor, fed: torch.Tensor) -> list[torch.Tensor]:
+        return [hidden_states + self.wide(F.silu(self.narrow(hidden_states)) * fed)]
+
+
+class Repeating(nn.Module):
+    """A stack of experts that adds its input to the result, as experts without weights do."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 6, width)), nn.Parameter(torch.randn(2, width, 6))
+
+    def forward(self, x: torch.Tensor, repeated: float) -> torch.Tensor:
+        return sum(F.silu(x @ u.T) @ d.T for u, d in zip(self.up, self.down, strict=True)) + repeated * x
+
+
+class RepeatingBlock(nn.Module):
+    """A residual block of such a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(WIDTH), Repeating(WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.experts(self.norm(hidden_states), 0.5)
+
+
 class Custom(nn.Module):
     """Embedding, blocks, norm, head: ids in, logits out."""
 
@@ -68,6 +102,21 @@ class Custom(nn.Module):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Fed(Custom):
+    """Blocks that get, beside the hidden state, what one more matrix makes of the embedding, and return lists."""
+
+    def __init__(self) -> None:
+        super().__init__([FedBlock(), FedBlock()])
+        self.side = nn.Linear(WIDTH, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        fed = self.side(hidden)
+        for block in self.blocks:
+            (hidden,) = block(hidden, fed)
         return self.head(self.norm(hidden))
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import PlanError
-from shardwise.models.shrink import build_small
+from shardwise.models.shrink import build_small, shrink
 from shardwise.spec.tolerance import FLOAT64_GRADIENT, PROOF
+from shardwise.tensor.experts import find_expert_cuts
 from shardwise.tensor.find import find_table
+from shardwise.tensor.kind import RealSizes
 from shardwise.tensor.parts import Part
 from shardwise.tensor.simulate import compare, reference
 from shardwise.tensor.table import ModuleSplit, ParamCut, ShardingTable, Style
 from tests.parallel.families import family_config
-from tests.tensor.custom import Custom, OddBlock, StubbornBlock, small
+from tests.tensor.custom import Custom, Fed, OddBlock, Repeating, RepeatingBlock, StubbornBlock, small
 
 C, R = Style.COLUMN, Style.ROW
 LLAMA = {"self_attn.q_proj": C, "self_attn.k_proj": C, "self_attn.v_proj": C, "self_attn.o_proj": R}
@@ -144,6 +146,43 @@ def test_the_parts_of_the_real_model_follow_its_sizes():
     table = find_table(real, _family("phi3"), 2)
     assert table.modules["model.layers.3.self_attn.qkv_proj"].parts == _parts(64, 32, 32)
     assert table.modules["model.layers.3.mlp.gate_up_proj"].parts == _parts(96, 96)
+
+
+def test_parts_of_unlike_proportions_are_told_by_the_configuration():
+    """Mamba 2 holds gate, inputs, two states and steps side by side: 2 x 8192, 2 x 8 groups of 128, 128 heads."""
+    config = AutoConfig.for_model("mamba2", num_hidden_layers=2)
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    table = find_table(real, build_small(shrink(config)), 2)
+    assert table.modules["backbone.layers.0.mixer.in_proj"].parts == _parts(8192, 8192, 1024, 1024, 128)
+
+
+def test_products_that_two_sums_fit_are_no_parts():
+    sizes = RealSizes(products={3: frozenset({10, 20}), 4: frozenset({30, 20})})
+    assert sizes.scaled(_parts(3, 4), 30) == _parts(10, 20)
+    assert sizes.scaled(_parts(3, 4), 40) is None  # 10 and 30, or 20 and 20
+
+
+def test_what_parameters_outside_of_a_block_feed_stays_whole():
+    """Other blocks may read the same whole: no rank may have a share of its gradient."""
+    model = small(Fed())
+    table, found = _found(model)
+    assert Style.COLUMN not in {split.style for split in found.values()}
+    assert compare(model, table, reference(model)).error <= FLOAT64_GRADIENT
+
+
+def test_what_experts_hand_on_without_matrices_counts_once():
+    """Each rank would add it."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for repeated in (0.0, 1.0):
+        cuts = find_expert_cuts(Repeating().double(), (x, repeated), {}, 2)
+        assert cuts is not None
+        assert {name: cut.dim for name, cut in cuts.items()} == {"down": 2, "up": 1}
+        assert any(cut.once for cut in cuts.values()) is (repeated != 0.0)
+    model = small(Custom([RepeatingBlock(), RepeatingBlock()]))
+    table, found = _found(model)
+    assert found["experts"].style is Style.EXPERTS
+    assert compare(model, table, reference(model)).error <= FLOAT64_GRADIENT
 
 
 def test_json_round_trip():

@@ -142,7 +142,7 @@ def test_what_enters_the_residual_stream_is_scattered_and_what_reads_it_is_gathe
     assert splits["router"] is None
     assert solution.choices["router"].partial
     # The bytes are those without it: 2 for q and k together, for o, for what experts read and for what they write.
-    assert solution.price == pytest.approx(4 * 2 * 64 + 5.0 * 4)
+    assert solution.price == pytest.approx(4 * 2 * 64 + 6.0 * 4)
     without = solve(replace(_attention(), sequence=False))
     assert solution.price == without.price
 
