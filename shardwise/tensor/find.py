@@ -17,7 +17,8 @@ from shardwise.errors import PlanError
 from shardwise.models.structure import Structure, find_structure
 from shardwise.spec.tolerance import PROOF
 from shardwise.tensor.experts import find_expert_cuts
-from shardwise.tensor.kind import Kind, Signature, real_sizes, relative, relative_table, signature, spread, total_cost
+from shardwise.tensor.kind import Kind, Signature, relative, relative_table, signature, spread, total_cost
+from shardwise.tensor.real_parts import real_sizes
 from shardwise.tensor.regions import Region, find_regions
 from shardwise.tensor.search import Mode, Problem, Sizes, solve
 from shardwise.tensor.sequence import REMEDY, VALUE, gather_points, solve_sliced, uneven_length

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.models.structure import Structure, text_config
-from shardwise.tensor.parts import Parts, scaled
+from shardwise.models.structure import Structure
+from shardwise.tensor.real_parts import RealSizes, real_parts
 from shardwise.tensor.search import Mode, Problem, Solution
 from shardwise.tensor.sequence import REMEDY, VALUE, sliced_biases
 from shardwise.tensor.table import (
@@ -92,8 +91,7 @@ def relative_table(
             params |= {relative(p, kind.block): ParamCut() for p in region.params}
     params |= _bias_cuts(kind, small_block)
     if real is not None:
-        modules = {n: replace(s, parts=_real_parts(n, s, real, sizes)) for n, s in modules.items()}
-        params = {n: replace(c, parts=_real_cut(n, c, real, sizes)) for n, c in params.items()}
+        modules, params = _with_real_parts(modules, params, small_block, real, sizes)
         values = {n: tuple(_real_value(v, sizes) for v in numbers) for n, numbers in values.items()}
     return ShardingTable(kind.problem.degree, modules, params, values, _refused(kind), sequence=_sequence(kind))
 
@@ -111,24 +109,28 @@ def _sequence(kind: Kind) -> SequenceSplit | None:
     return SequenceSplit("", {relative(name, kind.block): keys for name, keys in kind.gathered.items()})
 
 
-def _real_parts(name: str, split: ModuleSplit, real: nn.Module, sizes: RealSizes) -> Parts:
-    if not split.parts:
-        return ()
-    module: Any = real.get_submodule(name)
-    size = module.out_features if isinstance(module, nn.Linear) else module.nf
-    return _scaled(name, split.parts, int(size), sizes)
+def _with_real_parts(
+    modules: dict[str, ModuleSplit],
+    params: dict[str, ParamCut],
+    small: nn.Module,
+    real: nn.Module,
+    sizes: RealSizes,
+) -> tuple[dict[str, ModuleSplit], dict[str, ParamCut]]:
+    """The same splits and cuts with the parts of the real block."""
+    dims = {n: (s.parts, _width(real.get_submodule(n))) for n, s in modules.items() if s.parts}
+    dims |= {n: (c.parts, real.get_parameter(n).shape[c.dim]) for n, c in params.items() if c.dim is not None}
+    row = [n for n, s in modules.items() if s.style is Style.ROW and not s.parts]
+    pairs = ((getattr(block.get_submodule(n), "in_features", 0) for block in (small, real)) for n in row)
+    found = real_parts(dims, frozenset((a, b) for a, b in pairs if a and b), sizes)
+    return (
+        {n: replace(s, parts=found[n]) if s.parts else s for n, s in modules.items()},
+        {n: c if c.dim is None else replace(c, parts=found[n]) for n, c in params.items()},
+    )
 
 
-def _real_cut(name: str, cut: ParamCut, real: nn.Module, sizes: RealSizes) -> Parts:
-    return () if cut.dim is None else _scaled(name, cut.parts, real.get_parameter(name).shape[cut.dim], sizes)
-
-
-def _scaled(name: str, parts: Parts, size: int, sizes: RealSizes) -> Parts:
-    found = sizes.scaled(parts, size)
-    if found is None:
-        rule = f"are {[part.size for part in parts]} in a small copy, and {size} has no such parts"
-        raise PlanError(f"the parts of {name}", rule, "Use tp=1")
-    return found
+def _width(module: Any) -> int:
+    """Features that a layer writes."""
+    return int(module.out_features if isinstance(module, nn.Linear) else module.nf)
 
 
 def _real_value(value: LocalValue, sizes: RealSizes) -> LocalValue:
@@ -136,50 +138,6 @@ def _real_value(value: LocalValue, sizes: RealSizes) -> LocalValue:
     if value.times == 1:
         return replace(value, over=sizes.unit(value.over))
     return replace(value, times=sizes.unit(value.times))
-
-
-@dataclass(frozen=True)
-class RealSizes:
-    """What numbers of the small copy are in the real model.
-
-    Args:
-        units: key/value heads, where there are fewer of them than ranks.
-        products: numbers of the configuration, and products of two of them -> what these are in the real model.
-    """
-
-    units: Mapping[int, int] = field(default_factory=dict)
-    products: Mapping[int, frozenset[int]] = field(default_factory=dict)
-
-    def unit(self, number: int) -> int:
-        """A number of heads that ranks share."""
-        return self.units.get(number, number)
-
-    def scaled(self, parts: Parts, size: int) -> Parts | None:
-        """The parts of a dim of ``size``: in the same proportions, else the only products that sum to it."""
-        found = scaled(parts, size)
-        if found is None:
-            sizes = sorted({part.size for part in parts})
-            ways = (
-                dict(zip(sizes, real, strict=True))
-                for real in itertools.product(*(self.products.get(small, frozenset()) for small in sizes))
-            )
-            fitting = [way for way in ways if sum(way[part.size] for part in parts) == size]
-            if len(fitting) != 1:
-                return None
-            found = tuple(part._replace(size=fitting[0][part.size]) for part in parts)
-        return tuple(part._replace(units=self.unit(part.units)) for part in found)
-
-
-def real_sizes(small: nn.Module, model: nn.Module, degree: int) -> RealSizes:
-    """Numbers of the two configurations, beside each other."""
-    own, real = ({} if (c := text_config(m)) is None else c.to_dict() for m in (small, model))
-    few, many = own.get("num_key_value_heads"), real.get("num_key_value_heads")
-    units = {few: many} if isinstance(few, int) and isinstance(many, int) and 1 < few < degree else {}
-    pairs = {(n, real.get(key)) for key, n in own.items() if type(n) is int and type(real.get(key)) is int and n > 1}
-    products: dict[int, set[int]] = {}
-    for (a, real_a), (b, real_b) in itertools.product(pairs | {(1, 1)}, repeat=2):
-        products.setdefault(a * b, set()).add(real_a * real_b)
-    return RealSizes(units, {size: frozenset(found) for size, found in products.items()})
 
 
 def _refused(kind: Kind) -> dict[str, str]:

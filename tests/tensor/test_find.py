@@ -14,7 +14,6 @@ from shardwise.models.shrink import build_small, shrink
 from shardwise.spec.tolerance import FLOAT64_GRADIENT, PROOF
 from shardwise.tensor.experts import find_expert_cuts
 from shardwise.tensor.find import find_table
-from shardwise.tensor.kind import RealSizes
 from shardwise.tensor.parts import Part
 from shardwise.tensor.simulate import compare, reference
 from shardwise.tensor.table import ModuleSplit, ParamCut, ShardingTable, Style
@@ -155,12 +154,6 @@ def test_parts_of_unlike_proportions_are_told_by_the_configuration():
         real = AutoModelForCausalLM.from_config(config)
     table = find_table(real, build_small(shrink(config)), 2)
     assert table.modules["backbone.layers.0.mixer.in_proj"].parts == _parts(8192, 8192, 1024, 1024, 128)
-
-
-def test_products_that_two_sums_fit_are_no_parts():
-    sizes = RealSizes(products={3: frozenset({10, 20}), 4: frozenset({30, 20})})
-    assert sizes.scaled(_parts(3, 4), 30) == _parts(10, 20)
-    assert sizes.scaled(_parts(3, 4), 40) is None  # 10 and 30, or 20 and 20
 
 
 def test_what_parameters_outside_of_a_block_feed_stays_whole():
