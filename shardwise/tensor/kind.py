@@ -120,12 +120,17 @@ def _with_real_parts(
     dims = {n: (s.parts, _width(real.get_submodule(n))) for n, s in modules.items() if s.parts}
     dims |= {n: (c.parts, real.get_parameter(n).shape[c.dim]) for n, c in params.items() if c.dim is not None}
     row = [n for n, s in modules.items() if s.style is Style.ROW and not s.parts]
-    pairs = ((getattr(block.get_submodule(n), "in_features", 0) for block in (small, real)) for n in row)
-    found = real_parts(dims, frozenset((a, b) for a, b in pairs if a and b), sizes)
+    read = {n: (_read(small.get_submodule(n)), _read(real.get_submodule(n))) for n in row}
+    found = real_parts(dims, {n: pair for n, pair in read.items() if all(pair)}, sizes)
     return (
         {n: replace(s, parts=found[n]) if s.parts else s for n, s in modules.items()},
         {n: c if c.dim is None else replace(c, parts=found[n]) for n, c in params.items()},
     )
+
+
+def _read(module: Any) -> int:
+    """Features that a layer reads, 0 where it does not say."""
+    return int(getattr(module, "in_features", 0))
 
 
 def _width(module: Any) -> int:

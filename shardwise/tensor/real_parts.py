@@ -18,7 +18,9 @@ from shardwise.models.structure import text_config
 from shardwise.tensor.parts import Parts, scaled
 
 Dims = Mapping[str, tuple[Parts, int]]  # name -> its parts in the small copy, its size in the real model
-Pairs = frozenset[tuple[int, int]]  # sizes of the same features, in the small copy and in the real model
+# name -> sizes of the same features, in the small copy and in the real model
+Pairs = Mapping[str, tuple[int, int]]
+_Facts = Mapping[int, set[int]]
 _Way = dict[int, int]  # size in the small copy -> in the real model
 
 
@@ -52,7 +54,7 @@ def real_sizes(small: nn.Module, model: nn.Module, degree: int) -> RealSizes:
 
 
 def real_parts(dims: Dims, same: Pairs, sizes: RealSizes) -> dict[str, Parts]:
-    """The parts of every dim of a block in the real model.
+    """The parts of every dim of a block in the real model; names are relative to the block.
 
     Args:
         same: features that are a whole dim in both models.
@@ -60,14 +62,14 @@ def real_parts(dims: Dims, same: Pairs, sizes: RealSizes) -> dict[str, Parts]:
     Raises:
         PlanError: the parts of a dim have no sizes that fit, or more than one way to.
     """
-    known = same | {(parts[0].size, size) for parts, size in dims.values() if len(parts) == 1}
-    ways = {name: _ways(parts, size, known, sizes) for name, (parts, size) in dims.items()}
-    settled = [found[0] for found in ways.values() if len(found) == 1]
+    known = dict(same) | {name: (parts[0].size, size) for name, (parts, size) in dims.items() if len(parts) == 1}
+    ways = {name: _ways(name, parts, size, known, sizes) for name, (parts, size) in dims.items()}
     out = {}
     for name, (parts, size) in dims.items():
         fitting = ways[name]
         if len(fitting) > 1:
-            fitting = [way for way in fitting if all(_agree(way, other) for other in settled)]
+            others = [found[0] for other, found in ways.items() if len(found) == 1 and _scope(other) == _scope(name)]
+            fitting = [way for way in fitting if all(_agree(way, other) for other in others)]
         if len(fitting) != 1:
             how = "more than one way to have" if fitting else "no"
             rule = f"are {[part.size for part in parts]} in a small copy, and {size} has {how} such parts"
@@ -77,22 +79,34 @@ def real_parts(dims: Dims, same: Pairs, sizes: RealSizes) -> dict[str, Parts]:
     return out
 
 
-def _ways(parts: Parts, size: int, known: Pairs, sizes: RealSizes) -> list[_Way]:
+def _scope(name: str) -> str:
+    """The part of the block (attention, MLP) that a name lies in: elsewhere other features may have the same size."""
+    return name.partition(".")[0]
+
+
+def _facts(known: Pairs, scope: str | None) -> dict[int, set[int]]:
+    facts: dict[int, set[int]] = {}
+    for name, (small, real) in known.items():
+        if scope in (None, _scope(name)):
+            facts.setdefault(small, set()).add(real)
+    return facts
+
+
+def _ways(name: str, parts: Parts, size: int, known: Pairs, sizes: RealSizes) -> list[_Way]:
     """What the sizes of the parts may be: of what is known to be the same, if that fits, else of all that may be."""
     if len(parts) == 1:
         return [{parts[0].size: size}]
-    facts: dict[int, set[int]] = {}
-    for small, real in known:
-        facts.setdefault(small, set()).add(real)
     alike = {part.size: real.size for part, real in zip(parts, scaled(parts, size) or (), strict=False)}
     numbers = {part.size: set(sizes.products.get(part.size, ())) for part in parts}
+    near, everywhere = _facts(known, _scope(name)), _facts(known, None)
     # Proportions are for sizes of which nothing else is known.
-    guesses = {s: found | {alike[s]} if s in alike and s not in facts else found for s, found in numbers.items()}
-    known_first = {s: facts.get(s) or guesses[s] for s in guesses}
-    return _fitting(parts, size, known_first, facts) or _fitting(parts, size, guesses, {})
+    guesses = {s: found | {alike[s]} if s in alike and s not in everywhere else found for s, found in numbers.items()}
+    levels: tuple[_Facts, ...] = (near, everywhere, {})
+    found = [_fitting(parts, size, {s: facts.get(s) or guesses[s] for s in guesses}, facts) for facts in levels]
+    return min((ways for ways in found if ways), key=len, default=[])  # the first of the clearest
 
 
-def _fitting(parts: Parts, size: int, candidates: Mapping[int, set[int]], facts: Mapping[int, set[int]]) -> list[_Way]:
+def _fitting(parts: Parts, size: int, candidates: _Facts, facts: _Facts) -> list[_Way]:
     """The ways to have ``size``. Beside facts alone, one unknown size follows from the sum, whatever was guessed."""
     *first, last = sorted(candidates, key=lambda s: (s not in facts, len(candidates[s]), s))
     counts = {s: sum(part.size == s for part in parts) for s in candidates}
