@@ -26,7 +26,7 @@ def apply_fsdp(
     mesh: Mesh,
     layouts: dict[str, ParamLayout],
     compute_dtype: torch.dtype,
-    finer: Mapping[str, nn.Parameter],
+    whole: Mapping[str, nn.Parameter],
 ) -> dict[str, ParamLayout]:
     """Shard the blocks, then the rest of the stage, over ``dp_shard``; a no-op at degree 1.
 
@@ -38,7 +38,7 @@ def apply_fsdp(
     in the dtype of the masters, whatever the dtype of the computation.
 
     Args:
-        finer: parameters by name that compute in a finer dtype than ``compute_dtype``: every rank keeps them whole.
+        whole: parameters by name that every rank keeps whole.
     """
     strategy = mesh.strategy
     if strategy.dp_shard == 1:
@@ -46,7 +46,7 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message=_STAGE_RETURNS_VIEW)
     axes = ("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)
     fsdp_mesh = mesh.device_mesh[axes]
-    ignored = set(finer.values())
+    ignored = set(whole.values())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(compute_dtype))
     for unit in group_blocks(blocks, strategy.gradient_aggregation_group):
         fully_shard(
@@ -62,7 +62,7 @@ def apply_fsdp(
     rank = mesh.coordinate("dp_shard")
     return {
         name: replace(layout, owned=layout.owned and rank == 0)
-        if name in finer
+        if name in whole
         else _sharded(layout, strategy.dp_shard, rank)
         for name, layout in layouts.items()
     }

@@ -24,19 +24,19 @@ def set_stored_dtypes(model: nn.Module, compute_dtype: torch.dtype, mesh: Mesh) 
     A parameter that the model itself made finer than the rest (a router's weight, Mamba's decay) computes as it is.
 
     Returns:
-        These finer parameters, by name.
+        By name what FSDP2 cannot hold: these finer parameters, whose unit it would round, and single numbers.
     """
     sharded = mesh.size("dp_shard") > 1
-    finer = {}
+    whole = {}
     for name, parameter in model.named_parameters():
         dtype = torch.promote_types(parameter.dtype, compute_dtype)
-        if dtype != compute_dtype:
-            finer[name] = parameter
+        if dtype != compute_dtype or parameter.dim() == 0:
+            whole[name] = parameter
         elif sharded and parameter.requires_grad:
             dtype = master_dtype(compute_dtype)
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)  # in place: ties stay ties
-    return finer
+    return whole
 
 
 def master_dtype(compute_dtype: torch.dtype) -> torch.dtype:
