@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.data.memory import MemoryData
-from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.errors import LaunchError, PlanError, ShardwiseError
 from shardwise.launch.compiler import missing_for_compiling
 from shardwise.launch.culprit import WorkerError
 from shardwise.launch.resolve import prepare, write_run
@@ -163,6 +163,9 @@ def _agree(
 
     def make() -> dict[str, Any]:
         run, plan = prepare(tree | {"devices": worker.place.world_size}, in_memory=in_memory)
+        if plan.devices != worker.place.world_size:  # planned, by cluster
+            rule = f"the fastest plan is for {plan.devices} devices"
+            raise PlanError(f"{worker.place.world_size} processes", rule, f"Start {plan.devices}, or leave cluster out")
         if eval_rows is not None:
             rows = eval_rows * plan.strategy.dp
             run = run.model_copy(update={"eval": run.eval.model_copy(update={"batch_size": rows})})

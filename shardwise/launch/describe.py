@@ -37,7 +37,8 @@ def main(arguments: Sequence[str], cache: DescriptionCache) -> int:
 
 def _answer(folder: Path, kind: str, cache: DescriptionCache) -> dict[str, Any]:
     model_hash = hash_of(read_config(folder / "config.json")[1])
-    answer = cache.find(model_hash, kind)
+    # Sizes are asked for where the cache has none that can be read.
+    answer = cache.find(model_hash, kind) if kind == COSTS else None
     if answer is None:
         logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
         answer = _costs(folder, cache) if kind == COSTS else _sizes(folder)

@@ -49,7 +49,7 @@ def model_of(folder: Path, environ: Mapping[str, str]) -> ModelSpec:
 def described_in_child(folder: Path, environ: Mapping[str, str]) -> ModelSpec:
     """The specification from the model's modules; takes the seconds that importing transformers takes."""
     say(f"{folder / 'config.json'} leaves sizes to the model's class: building it once to see them")
-    return ModelSpec.from_json(run_child([str(folder)], environ))
+    return replace(ModelSpec.from_json(run_child([str(folder)], environ)), has_weights=has_weights(folder))
 
 
 def costs_of(folder: Path, environ: Mapping[str, str]) -> ModelCosts:

@@ -47,7 +47,10 @@ def apply_fsdp(
     axes = ("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)
     fsdp_mesh = mesh.device_mesh[axes]
     ignored = set(whole.values())
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(compute_dtype))
+    # What enters a block stays as it is: some models keep their residual stream in fp32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=master_dtype(compute_dtype), cast_forward_inputs=False
+    )
     for unit in group_blocks(blocks, strategy.gradient_aggregation_group):
         fully_shard(
             unit, mesh=fsdp_mesh, reshard_after_forward=strategy.reshard, mp_policy=precision, ignored_params=ignored

@@ -34,10 +34,13 @@ def _with_plan(run: RunConfig, plan: Plan) -> RunConfig:
     expected = _as_keys(plan)
     for name in sorted(run.strategy.model_fields_set - {"plan"}):
         given = getattr(run.strategy, name)
-        if given is not None and given != expected[name]:
+        free = name == "gradient_aggregation_group" and expected[name] is None  # a matter of traffic, not of the split
+        if given is not None and given != expected[name] and not free:
             rule = f"the plan in strategy.plan says {expected[name]}"
             raise PlanError(f"strategy.{name} = {given}", rule, f"Leave out strategy.{name}, or strategy.plan")
     update: dict[str, Any] = {name: value for name, value in expected.items() if name not in ("dp", "cp", "ep")}
+    if plan.strategy.gradient_aggregation_group is None:
+        update.pop("gradient_aggregation_group")
     train = run.train
     if train.global_batch_size is None and train.gradient_accumulation_steps is None:
         train = train.model_copy(update={"global_batch_size": plan.global_batch_size})

@@ -15,7 +15,8 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.models.structure import Structure, find_structure
 from shardwise.spec.tolerance import PROOF
-from shardwise.tensor.find import find_tables, signature
+from shardwise.tensor.find import find_tables
+from shardwise.tensor.kind import signature, width
 from shardwise.tensor.parts import Parts, scaled
 from shardwise.tensor.sequence import uneven_length
 from shardwise.tensor.simulate import Reference, compare, reference
@@ -58,6 +59,7 @@ def check_edited(model: nn.Module, small: nn.Module, table: ShardingTable) -> Sh
     _check_names(model, table)
     if table.sequence != found.sequence:
         raise PlanError(VALUE, "cuts the sequence at other modules than those that can be shown to be right", REMEDY)
+    _check_parts(model, table, found)
     edited = _edited_names(table, found)
     structure, small_structure = find_structure(model), find_structure(small)
     want = reference(small, uneven_length(table.degree)) if table.sequence is not None else reference(small)
@@ -76,6 +78,35 @@ def _check_names(model: nn.Module, table: ShardingTable) -> None:
     for name in table.params:
         if name not in params:
             raise PlanError(VALUE, f"names the parameter {name!r}, which the model has not", REMEDY)
+
+
+def _check_parts(model: nn.Module, table: ShardingTable, found: ShardingTable) -> None:
+    """Parts of the real model cannot be proven on a copy, whose parts have other proportions: they stay as found."""
+    dims: list[tuple[str, Parts, Parts, int]] = [
+        (name, split.parts, found.modules[name].parts if name in found.modules else (), _size(model, name))
+        for name, split in table.modules.items()
+        if split.parts
+    ]
+    dims += [
+        (name, cut.parts, found.params[name].parts if name in found.params else (), _dim(model, name, cut))
+        for name, cut in table.params.items()
+        if cut.parts
+    ]
+    for name, parts, right, size in dims:
+        sizes = [part.size for part in parts]
+        if right and parts != right:
+            rule = f"has parts {sizes} of {name}, which holds {[part.size for part in right]} side by side"
+            raise PlanError(VALUE, rule, REMEDY)
+        if sum(sizes) != size:
+            raise PlanError(VALUE, f"has parts {sizes} of {name}, which is {size} wide", REMEDY)
+
+
+def _size(model: nn.Module, name: str) -> int:
+    return width(model.get_submodule(name))
+
+
+def _dim(model: nn.Module, name: str, cut: ParamCut) -> int:
+    return 0 if cut.dim is None else model.get_parameter(name).shape[cut.dim]
 
 
 def _edited_names(table: ShardingTable, found: ShardingTable) -> str:
@@ -149,14 +180,12 @@ def _on_copy(own: _Block, found: _Block, small_found: _Block, small_block: nn.Mo
     def module(name: str, split: ModuleSplit) -> ModuleSplit:
         if found.modules.get(name) == split and name in small_found.modules:
             return small_found.modules[name]
-        size = next((p.shape[0] for p in small_block.get_submodule(name).parameters(recurse=False)), 0)
-        return replace(split, parts=_scaled(name, split.parts, size))
+        return replace(split, parts=_scaled(name, split.parts, _size(small_block, name)) if split.parts else ())
 
     def param(name: str, cut: ParamCut) -> ParamCut:
         if found.params.get(name) == cut and name in small_found.params:
             return small_found.params[name]
-        shape = small_block.get_parameter(name).shape
-        return replace(cut, parts=_scaled(name, cut.parts, shape[cut.dim] if cut.dim is not None else 0))
+        return replace(cut, parts=_scaled(name, cut.parts, _dim(small_block, name, cut)))
 
     def numbers(name: str, given: tuple[LocalValue, ...]) -> tuple[LocalValue, ...]:
         same = found.values.get(name) == given and name in small_found.values

@@ -117,7 +117,7 @@ def _with_real_parts(
     sizes: RealSizes,
 ) -> tuple[dict[str, ModuleSplit], dict[str, ParamCut]]:
     """The same splits and cuts with the parts of the real block."""
-    dims = {n: (s.parts, _width(real.get_submodule(n))) for n, s in modules.items() if s.parts}
+    dims = {n: (s.parts, width(real.get_submodule(n))) for n, s in modules.items() if s.parts}
     dims |= {n: (c.parts, real.get_parameter(n).shape[c.dim]) for n, c in params.items() if c.dim is not None}
     row = [n for n, s in modules.items() if s.style is Style.ROW and not s.parts]
     read = {n: (_read(small.get_submodule(n)), _read(real.get_submodule(n))) for n in row}
@@ -133,7 +133,7 @@ def _read(module: Any) -> int:
     return int(getattr(module, "in_features", 0))
 
 
-def _width(module: Any) -> int:
+def width(module: Any) -> int:
     """Features that a layer writes."""
     return int(module.out_features if isinstance(module, nn.Linear) else module.nf)
 

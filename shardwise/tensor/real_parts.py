@@ -101,9 +101,10 @@ def _ways(name: str, parts: Parts, size: int, known: Pairs, sizes: RealSizes) ->
     near, everywhere = _facts(known, _scope(name)), _facts(known, None)
     # Proportions are for sizes of which nothing else is known.
     guesses = {s: found | {alike[s]} if s in alike and s not in everywhere else found for s, found in numbers.items()}
-    levels: tuple[_Facts, ...] = (near, everywhere, {})
-    found = [_fitting(parts, size, {s: facts.get(s) or guesses[s] for s in guesses}, facts) for facts in levels]
-    return min((ways for ways in found if ways), key=len, default=[])  # the first of the clearest
+    # The nearest facts that say anything and fit decide: wider ones would only seem to end a choice that they leave.
+    levels: list[_Facts] = [facts for facts in (near, everywhere) if any(s in facts for s in guesses)]
+    ways = (_fitting(parts, size, {s: f.get(s) or guesses[s] for s in guesses}, f) for f in (*levels, {}))
+    return next((found for found in ways if found), [])
 
 
 def _fitting(parts: Parts, size: int, candidates: _Facts, facts: _Facts) -> list[_Way]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.config import apply_overrides
 from shardwise.errors import PlanError
@@ -17,7 +20,9 @@ from shardwise.parallel.tensor import proven_given, proven_table
 from shardwise.spec.plan import Plan
 from shardwise.spec.tolerance import FP32_LOSS
 from shardwise.tensor.cache import TableCache
-from shardwise.tensor.table import ShardingTable
+from shardwise.tensor.parts import Part
+from shardwise.tensor.table import ParamCut, ShardingTable
+from tests.parallel.families import family_config
 from tests.spec.model_folder import make_folder
 from tests.train.runs import Result, make_inputs, run
 
@@ -149,3 +154,34 @@ def test_a_table_of_another_degree_is_refused(tmp_path: Path) -> None:
     model = build_on_meta(make_folder(tmp_path / "m"), None)
     with pytest.raises(PlanError, match="is for tp = 4"):
         proven_given(model, ShardingTable(4), 2, TableCache(None), sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([96, 48, 48], [r"\[96, 48, 48\]", r"which holds \[128, 32, 32\] side by side"]),
+        ([192], [r"\[192\]", r"which holds \[128, 32, 32\]"]),
+    ],
+)
+def test_parts_that_a_copy_cannot_tell_are_those_that_were_found(sizes: list[int], words: list[str]) -> None:
+    """On the copy, whose parts have other proportions, both splits of Nemotron-H's convolution would look right."""
+    numbers = {"hidden_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+    numbers |= {"vocab_size": 64, "intermediate_size": 48}
+    config = AutoConfig.for_model("nemotron_h", layers_block_type=["linear_attention", "mlp"], **numbers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).train()
+    found = proven_table(model, 2)
+    name = "model.layers.0.mixer.conv1d.weight"
+    edited = replace(found, params=found.params | {name: replace(found.params[name], parts=tuple(map(Part, sizes)))})
+    with pytest.raises(PlanError, match=".*".join(words)):
+        proven_given(model, edited, 2, TableCache(None), sequence=False)
+
+
+def test_parts_sum_to_what_they_part() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family_config("mistral")).train()
+    found = proven_table(model, 2)
+    name = "model.layers.0.input_layernorm.weight"
+    edited = replace(found, params=found.params | {name: ParamCut(0, (Part(16),))})
+    with pytest.raises(PlanError, match=r"parts \[16\] of model.layers.0.input_layernorm.weight, which is 32 wide"):
+        proven_given(model, edited, 2, TableCache(None), sequence=False)

@@ -141,5 +141,8 @@ def make_family(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.16)
             assert parameter_name
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict() and buffer.is_floating_point():  # what bf16 would round
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     return folder

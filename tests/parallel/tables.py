@@ -56,4 +56,5 @@ def assert_equal(got: Outcome, want: Outcome, note: Callable[[str, float], None]
     assert errors.gradient <= (tolerance.FLOAT64_GRADIENT if sharp else tolerance.FP32_GRADIENT), errors.worst_gradient
     weights = tolerance.ADAMW_WEIGHTS if optimizer == "adamw" else tolerance.SGD_WEIGHTS
     assert errors.weight <= (tolerance.FLOAT64_GRADIENT if sharp else weights)
+    assert got.eval_loss is not None
     assert got.eval_loss == pytest.approx(want.eval_loss, rel=tolerance.FLOAT64_LOSS if sharp else tolerance.FP32_LOSS)

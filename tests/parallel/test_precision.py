@@ -275,9 +275,11 @@ def test_what_the_model_keeps_in_fp32_is_not_rounded(tmp_path: Path) -> None:
     own = compare(want, exact).gradient
     stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     held = {id(value): value for name, value in stored.items() if name.endswith("e_score_correction_bias")}.values()
+    assert all(bool((value != value.bfloat16()).any()) for value in held)
     for degrees in ({"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"pp": 2}):
         case = replace(base, strategy=strategy(**degrees))
         ranks = run_distributed(_gates, case.strategy.world_size, case)
         assert {dtype for _, seen, _ in ranks for dtype in seen} == {"torch.float32"}
+        assert all(biases for _, _, biases in ranks)
         assert all(any(torch.equal(bias, value) for value in held) for _, _, biases in ranks for bias in biases)
         assert compare(assemble([part for part, _, _ in ranks]), want).gradient <= own / 10, degrees
