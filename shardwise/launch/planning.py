@@ -16,13 +16,14 @@ from shardwise.launch.hub import locate_model
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import costs_of, known_models
 from shardwise.planner.layout import Work
+from shardwise.planner.runs import frozen
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig
+from shardwise.spec.run import RunConfig, TrainConfig
 
 _STEP_TOKENS = 4 * 2**20  # of an optimizer step, where no batch is given
 _LEAST_ROWS = 8
@@ -49,10 +50,10 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     model, costs = _described(run, environ)
     cluster = find_cluster(run.cluster)
     sequence = sequence_of(run, model)
-    work = work_of(sequence, run.train.precision or default_precision(cluster))
+    work = work_of(sequence, run.train.precision or default_precision(cluster), run.train)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
     limit = 0.0 if memory is None else parse_bytes("--memory", memory)
-    return Job(model, costs, cluster, run.devices, rows, work, fixed_fields(run), limit)
+    return Job(model, trained(run, costs), cluster, run.devices, rows, work, fixed_fields(run), limit)
 
 
 def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, ModelCosts]:
@@ -110,12 +111,21 @@ def default_precision(cluster: ClusterSpec) -> str:
     return next(name for name in ("bf16", "fp16", "fp32") if name in cluster.chip.peak_flops)
 
 
-def work_of(sequence: int, precision: str) -> Work:
-    """What a token costs in bytes: fp32 masters and AdamW beside weights of the precision of the products."""
-    if precision != "fp32":
-        return Work(sequence, precision)
-    work = Work(sequence, precision, compute_bytes=4.0, weight_bytes=4.0, sent_weight_bytes=4.0)
-    return replace(work, optimizer_bytes=8.0, traffic_bytes=28.0)
+def work_of(sequence: int, precision: str, train: TrainConfig) -> Work:
+    """What a token costs in bytes, masters and optimizer state beside weights of the precision of the products."""
+    work = Work(sequence, precision)
+    if precision == "fp32":  # a weight is its own master
+        work = replace(work, compute_bytes=4.0, weight_bytes=4.0, sent_weight_bytes=4.0)
+        work = replace(work, optimizer_bytes=8.0, traffic_bytes=28.0)
+    slots = 2 if train.optimizer == "adamw" else int(train.momentum > 0)
+    spared = 4.0 * (2 - slots)  # AdamW's state is counted above; each slot is read and written once a step
+    optimizer, traffic = work.optimizer_bytes - spared, work.traffic_bytes - 2 * spared
+    return replace(work, optimizer_bytes=optimizer, traffic_bytes=traffic)
+
+
+def trained(run: RunConfig, costs: ModelCosts) -> ModelCosts:
+    """The model with what the run trains of it: with LoRA its adapters alone."""
+    return frozen(costs) if run.use_lora or run.lora is not None else costs
 
 
 def save_plan(job: Job, found: Found, path: Path) -> str:

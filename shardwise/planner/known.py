@@ -45,7 +45,8 @@ def costs_of(name_or_folder: str | Path, model: ModelSpec | None = None) -> tupl
     with tempfile.TemporaryDirectory() as folder:
         whole = {"num_key_value_heads": None, **config}  # null: as many as heads
         (Path(folder) / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-        model = replace(read_model(folder), has_weights=False)
+        # There is no file of it: a plan is for every model of these sizes.
+        model = replace(read_model(folder), has_weights=False, hash="")
     return model, _costs(config, model, str(name_or_folder))
 
 

@@ -55,6 +55,8 @@ _VOCABULARIES = (
     ("glm4", 151552),
 )
 
+_MOST, _MOST_LAYERS = 1e12, 10_000  # what a count of a table can be
+
 
 class SkippedRow(ValueError):
     """A row that cannot be predicted, with the reason."""
@@ -143,6 +145,8 @@ def frozen(costs: ModelCosts) -> ModelCosts:
 
 def _shape(row: Row) -> Shape:
     hidden, heads = _count(row, "hidden"), _count(row, "n_heads")
+    if heads > hidden:
+        raise SkippedRow(f"n_heads = {heads} are more than hidden = {hidden}")
     latent = row.get("attn_type", "").upper() == "MLA"
     experts = _count(row, "moe_experts", 0)
     eager = row.get("flash_attn") == "0"
@@ -347,4 +351,8 @@ def _count(row: Row, name: str, default: int | None = None) -> int:
         return default
     if number < 0 or (number < 1 and default != 0):
         raise SkippedRow(f"{name} = {number:g} must be above 0")
+    if number > _MOST:
+        raise SkippedRow(f"{name} = {number:g} is above {_MOST:g}")
+    if name == "n_layers" and number > _MOST_LAYERS:
+        raise SkippedRow(f"n_layers = {number:g} is above {_MOST_LAYERS}")
     return int(number)

@@ -77,7 +77,7 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
             done.add(index)
             plan, need = refine(job, candidate_of(job, columns, index))
             if plan is not None:
-                own.append(replace(plan, not_runnable=not_runnable(plan.candidate)))
+                own.append(replace(plan, not_runnable=not_runnable(plan.candidate, job.work.precision)))
             else:
                 sweep.refused_need = min(sweep.refused_need, need)
         plans += own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from shardwise.planner.screen import Group, Screened, groups_of, judge
 from shardwise.planner.space import Columns, Space
 from shardwise.spec.block import RECOMPUTE_LEVELS
 from shardwise.spec.rules import parse_run
+from shardwise.spec.run import Precision
 from shardwise.units import format_bytes
 
 REFINED = 24  # candidates that are looked at stage by stage, at least
@@ -182,9 +183,10 @@ def unavailable() -> dict[str, str]:
     return missing
 
 
-def not_runnable(candidate: Candidate) -> str:
+def not_runnable(candidate: Candidate, precision: str) -> str:
     """Which part of a candidate the runtime has not yet; empty if it can be trained with."""
     used = {"cp": candidate.cp > 1, "ep": candidate.ep > 1, "selective": candidate.level == "selective"}
     parts = [name for name in unavailable() if used[name]]
     words = {"cp": f"cp {candidate.cp}", "ep": f"ep {candidate.ep}", "selective": "recompute selective"}
-    return ", ".join(words[name] for name in parts)
+    foreign = [] if precision in get_args(Precision) else [f"precision {precision}"]
+    return ", ".join([*(words[name] for name in parts), *foreign])

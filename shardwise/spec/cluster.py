@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError
+
+_ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "bandwidth_efficiency")
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,6 @@ class ClusterSpec:
             raise ConfigError(f"precision = {precision}", f"{self.chip.name} has {', '.join(peaks)}", "Use one of them")
         return peaks[precision]
 
-    def with_stack(self, name: str) -> ClusterSpec:
-        """The same devices under another software stack."""
-        return replace(self, stack=load_stack(name, self.chip.name))
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -121,9 +119,26 @@ class ClusterSpec:
                 "stack": Stack(**data["stack"]),
                 "links": tuple(Link(**link) for link in data["links"]),
             }
-            return cls(**{**data, **made})
-        except (KeyError, TypeError) as error:
+            return _checked(cls(**{**data, **made}))
+        except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError("cluster profile", f"is damaged ({error})", "Write it again") from None
+
+
+def _checked(cluster: ClusterSpec) -> ClusterSpec:
+    """Refuse a profile of a file that no formula could work with."""
+    chip, stack = cluster.chip, cluster.stack
+    numbers: dict[str, Any] = {f"chip.{name}": getattr(chip, name) for name in _ABOVE_ZERO}
+    numbers |= {f"chip.peak_flops.{name}": value for name, value in chip.peak_flops.items()}
+    numbers |= {"devices_per_node": cluster.devices_per_node, "stack.slowdown": stack.slowdown}
+    for link in cluster.links:
+        numbers |= {f"links.{link.name}.bandwidth": link.bandwidth, f"links.{link.name}.efficiency": link.efficiency}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ConfigError(f"cluster profile: {name} = {value!r}", "must be a number above 0", "Correct the file")
+    if not cluster.links or cluster.links[-1].devices != 0:
+        rule = "the last of links must join all nodes (devices: 0)"
+        raise ConfigError("cluster profile: links", rule, "Correct the file")
+    return cluster
 
 
 def cluster_names() -> list[str]:

@@ -9,6 +9,8 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 
+_SIZES = ("num_blocks", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size", "num_experts")
+
 
 def with_given_plan(run: RunConfig, model: ModelSpec) -> tuple[RunConfig, dict[str, Any] | None]:
     """``run`` with what the plan that it names says, and that plan's sharding table; unchanged where it names none.
@@ -19,10 +21,21 @@ def with_given_plan(run: RunConfig, model: ModelSpec) -> tuple[RunConfig, dict[s
     if run.strategy.plan is None:
         return run, None
     plan = Plan.load(run.strategy.plan)
-    if plan.model.hash != model.hash:
+    if not plan.model.hash:
+        _check_sizes(plan.model, model, run.strategy.plan)
+    elif plan.model.hash != model.hash:
         rule = f"is for another model ({plan.model.architecture} of hash {plan.model.hash[:16]}, not {model.hash[:16]})"
         raise PlanError(f"strategy.plan = {run.strategy.plan!r}", rule, "Make the plan again for this model")
     return _with_plan(run, plan), plan.table
+
+
+def _check_sizes(planned: ModelSpec, model: ModelSpec, path: str) -> None:
+    """A plan for a well-known name is for every model of its sizes."""
+    for name in _SIZES:
+        mine, wanted = getattr(model, name), getattr(planned, name)
+        if mine != wanted:
+            rule = f"is for a model with {name} = {wanted}, and this one has {mine}"
+            raise PlanError(f"strategy.plan = {path!r}", rule, "Make the plan again for this model")
 
 
 def _with_plan(run: RunConfig, plan: Plan) -> RunConfig:

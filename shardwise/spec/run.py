@@ -27,6 +27,9 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
+Precision = Literal["fp32", "bf16"]  # in which training computes
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
@@ -77,7 +80,7 @@ class TrainConfig(_Section):
     adam_eps: float = Field(default=1e-8, gt=0.0)
     momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
     max_grad_norm: NonNegativeFloat | None = 1.0  # None or 0: no clipping
-    precision: Literal["fp32", "bf16"] | None = None
+    precision: Precision | None = None
     compile: bool = False
     seed: Seed = 42
     on_nan: Literal["stop", "skip"] = "stop"

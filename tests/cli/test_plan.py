@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -103,3 +104,28 @@ def test_planning_loads_no_torch() -> None:
     code = "import sys; from shardwise import cli; cli.app(sys.argv[1:], standalone_mode=False)"
     code += "; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, *PLAN, "--json"], check=True, capture_output=True, timeout=120)
+
+
+def test_what_trains_and_how_changes_what_it_costs() -> None:
+    def first(*arguments: str) -> dict[str, Any]:
+        best: dict[str, Any] = json.loads(shardwise("--json", "--top", "1", "--fix", "tp=1", "pp=1", *arguments))[
+            "plans"
+        ][0]
+        return best
+
+    def memory(plan: dict[str, Any], term: str) -> float:
+        return float(plan["memory_by_stage"][0]["terms"][term])
+
+    fixed = ("dp_replicate=4", "dp_shard=1", "micro_batch_size=1", "recompute=none")
+    adamw, sgd, lora = first(*fixed), first(*fixed, "train.optimizer=sgd"), first(*fixed, "use_lora=true")
+    assert memory(sgd, "optimizer") == pytest.approx(memory(adamw, "optimizer") / 3)  # masters alone
+    assert memory(lora, "optimizer") < 0.05 * memory(adamw, "optimizer")
+    assert lora["step_seconds"] < adamw["step_seconds"]
+
+
+def test_a_precision_that_cannot_be_trained_in_is_said(tmp_path: Path) -> None:
+    command = ["plan", "--model", "qwen3-0.6b", "--cluster", "v100-32gb", "--devices", "4", "--json"]
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    plans = json.loads(result.stdout)["plans"]
+    assert all("precision fp16" in plan["not_runnable"] for plan in plans)
+    assert not (tmp_path / "plan.json").exists()

@@ -70,6 +70,16 @@ def test_what_contradicts_a_plan_is_refused(saved: Path, overrides: list[str], w
         assert word in str(error.value)
 
 
+def test_a_plan_for_a_well_known_name_is_for_its_sizes(saved: Path) -> None:
+    """It was made without a file, so no hash tells its model."""
+    plan = Plan.load(saved)
+    replace(plan, model=replace(plan.model, hash="")).save(saved)
+    assert _prepared(saved.parent, f"strategy.plan={saved}").strategy == plan.strategy
+    make_folder(saved.parent / "m", vocab_size=140)
+    with pytest.raises(PlanError, match=r"vocab_size = .*this one has 140"):
+        _prepared(saved.parent, f"strategy.plan={saved}")
+
+
 def test_a_plan_for_another_model_is_refused(saved: Path) -> None:
     make_folder(saved.parent / "m", vocab_size=140)
     with pytest.raises(PlanError, match="another model"):

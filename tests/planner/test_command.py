@@ -55,6 +55,27 @@ def test_rows_as_data(table: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_heads": "99999"}, "n_heads = 99999 are more than hidden"),
+        ({"n_layers": "1e9"}, "n_layers = 1e+09 is above 10000"),
+        ({"seq_len": "1e300"}, "seq_len = 1e+300 is above"),
+    ],
+)
+def test_a_row_that_no_model_can_have_costs_no_other_row(table: Path, changes: dict[str, str], words: str) -> None:
+    with table.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    rows[1] |= changes
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    first, changed, _ = json.loads(invoke("--runs", str(table), "--json"))["rows"]
+    assert first["skipped"] == ""
+    assert words in changed["skipped"]
+
+
 def test_rows_for_people(table: Path) -> None:
     text = invoke("--runs", str(table))
     assert "only predicted" in text

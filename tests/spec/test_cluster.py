@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,24 @@ def test_a_stack_adds_at_most_three_numbers() -> None:
     numbers = {"slowdown", "attention", "host_seconds"}
     assert all(set(values) <= numbers for by_chip in stacks.values() for values in by_chip.values())
     assert all("any" in by_chip for by_chip in stacks.values())
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        (("chip", "memory_bytes"), "64 GB", "chip.memory_bytes = '64 GB'"),
+        (("links", 0, "bandwidth"), 0, "bandwidth = 0"),
+        (("links", -1, "devices"), 8, "must join all nodes"),
+        (("chip", "peak_flops"), 1e12, "is damaged"),
+    ],
+)
+def test_a_profile_that_no_formula_can_work_with_is_refused(where: tuple[Any, ...], value: Any, words: str) -> None:
+    data = json.loads(json.dumps(load_cluster("a100-80gb").to_json()))
+    assert ClusterSpec.from_json(data) == load_cluster("a100-80gb")
+    *path, last = where
+    target = data
+    for step in path:
+        target = target[step]
+    target[last] = value
+    with pytest.raises(ConfigError, match=words):
+        ClusterSpec.from_json(data)
