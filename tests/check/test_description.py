@@ -96,11 +96,11 @@ def test_kinds_of_blocks_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_cut_says_why(tmp_path: Path) -> None:
-    """Blocks of zamba2 read the embedding beside their hidden state."""
+    """Blocks of zamba2 use weights of each other."""
     folder = make_config(tmp_path / "m", "zamba2")
     answer = describe(folder, [1], TableCache(None))
     assert not answer["pipeline"]["cut"]
-    assert "depends on the embedding" in answer["pipeline"]["rule"]
+    assert "which is not its own" in answer["pipeline"]["rule"]
     assert [item["part"].partition(",")[0] for item in answer["unsupported"]] == ["model_init = random"]
 
 

@@ -171,7 +171,7 @@ def _export(rank: int, case: LoraCase, folder: Path, steps: int) -> torch.Tensor
         return torch.zeros(())
     ids = torch.tensor([row["input_ids"][:4] for row in ROWS])
     with torch.no_grad():
-        return model.stages[0].eval()(ids, torch.arange(4).expand(len(ids), 4))
+        return model.stages[0].eval()(ids, position_ids=torch.arange(4).expand(len(ids), 4))
 
 
 @pytest.mark.slow

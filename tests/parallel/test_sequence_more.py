@@ -151,7 +151,7 @@ def _kept(case: Case) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.stages[0](batch.input_ids[0], batch.position_ids[0])
+        model.stages[0](batch.input_ids[0], position_ids=batch.position_ids[0])
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
 
 
