@@ -101,6 +101,12 @@ def test_a_model_that_cannot_be_cut_says_why(tmp_path: Path) -> None:
     answer = describe(folder, [1], TableCache(None))
     assert not answer["pipeline"]["cut"]
     assert "which is not its own" in answer["pipeline"]["rule"]
+    assert answer["unsupported"] == []
+
+
+def test_what_cannot_start_at_random_says_why(tmp_path: Path) -> None:
+    """The constructor of openai-gpt draws a weight that its own initialisation leaves alone."""
+    answer = describe(make_config(tmp_path / "m", "openai-gpt"), [1], TableCache(None))
     assert [item["part"].partition(",")[0] for item in answer["unsupported"]] == ["model_init = random"]
 
 
