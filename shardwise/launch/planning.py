@@ -16,7 +16,7 @@ from shardwise.launch.hub import locate_model
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import costs_of, known_models
 from shardwise.planner.layout import Work
-from shardwise.planner.runs import frozen
+from shardwise.planner.parts import frozen
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster

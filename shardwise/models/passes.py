@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.models.calling import call_model
 from shardwise.models.meter import Meter, Tally, metered_block
 from shardwise.models.structure import Structure
+from shardwise.models.trace import experts_as
 
 Tallies = dict[tuple[str, bool], Tally]
 
@@ -91,7 +92,8 @@ def metered_pass(
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         torch.enable_grad(),
-        _grouped_experts(model),
+        # Experts in one product over tokens sorted by expert: the shapes of the loop.
+        experts_as(model, "grouped_mm") if any(map(is_expert_stack, model.modules())) else nullcontext(),
         _NoAttentionDropout(),
         ExitStack() as stack,
     ):
@@ -202,17 +204,3 @@ def _marked(meter: Meter, module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.forward = own  # type: ignore[method-assign]
-
-
-@contextmanager
-def _grouped_experts(model: nn.Module) -> Iterator[None]:
-    """Experts in one product over tokens sorted by expert: the shapes of the loop, which asks for numbers."""
-    saved = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if saved is None or not any(map(is_expert_stack, model.modules())):
-        yield
-        return
-    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(saved)  # type: ignore[operator]

@@ -38,7 +38,7 @@ def fake_forward(
     ``sizes`` are the rows and the length of the pass, which runs inside ``within``. Hooks of the modules run.
     Whatever the model raises is passed on.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _traceable_experts(model):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), experts_as(model, "batched_mm"):
         state = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fake = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
@@ -86,13 +86,16 @@ def hooked(module: nn.Module, before: Any, after: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _traceable_experts(model: nn.Module) -> Iterator[None]:
-    """The default loop over experts asks for numbers, which fake tensors do not have."""
+def experts_as(model: nn.Module, implementation: str) -> Iterator[None]:
+    """Run the experts of ``model``, if it has any, by another implementation of transformers.
+
+    The default loop over experts asks for numbers, which fake tensors do not have.
+    """
     saved = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if saved is None or saved == "batched_mm":
+    if saved is None or saved == implementation:
         yield
         return
-    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    model.set_experts_implementation(implementation)  # type: ignore[operator]
     try:
         yield
     finally:

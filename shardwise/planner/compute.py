@@ -5,7 +5,6 @@ Numbers of a layout may be numpy arrays of candidates; the terms then are arrays
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,16 +227,3 @@ def _dispatch(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec)
 
 def _memory_rate(cluster: ClusterSpec) -> float:
     return cluster.chip.memory_bandwidth * cluster.chip.bandwidth_efficiency
-
-
-def part_terms(parts: Iterable[tuple[PartCosts, int]], layout: Layout, work: Work, cluster: ClusterSpec) -> Passes:
-    """Sums over parts, each a number of times."""
-    sums = Passes({}, {}, {})
-    for part, times in parts:
-        one = part_passes(part, layout, work, cluster)
-        sums = Passes(
-            add_terms(sums.forward, scale_terms(one.forward, times)),
-            add_terms(sums.backward, scale_terms(one.backward, times)),
-            add_terms(sums.again, scale_terms(one.again, times)),
-        )
-    return sums

@@ -1,12 +1,13 @@
-"""Which parts of a model lie on which stage."""
+"""Which parts of a model lie on which stage, and what of them trains."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 from shardwise.planner.layout import Layout
-from shardwise.spec.block import ModelCosts, PartCosts, RecomputeLevel
+from shardwise.spec.block import ModelCosts, Parameters, PartCosts, RecomputeLevel
 
 Placed = tuple[PartCosts, int, RecomputeLevel]  # a part, times, and what of it is computed again
 
@@ -28,3 +29,16 @@ def stage_parts(costs: ModelCosts, layout: Layout) -> list[list[Placed]]:
             placed += [(part, 1, "none") for part in costs.more]
         result.append(placed)
     return result
+
+
+def frozen(costs: ModelCosts) -> ModelCosts:
+    """The same model with nothing but small adapters to train: a hundredth of each block's weights."""
+
+    def part(one: PartCosts) -> PartCosts:
+        small = Parameters(one.parameters.split // 100, 0, one.parameters.expert // 100)
+        return replace(
+            one, trainable=small, products=tuple(replace(product, trainable=False) for product in one.products)
+        )
+
+    kinds = tuple(part(one) for one in costs.kinds)
+    return replace(costs, kinds=kinds, embedding=part(costs.embedding), head=part(costs.head))

@@ -10,9 +10,10 @@ from math import isfinite, nan
 from typing import Any, Literal
 
 from shardwise.planner.layout import Layout, Work
+from shardwise.planner.parts import frozen
 from shardwise.planner.shape import Experts, Latent, Shape, model_costs
 from shardwise.planner.software import software_of
-from shardwise.spec.block import ModelCosts, Parameters, PartCosts, RecomputeLevel
+from shardwise.spec.block import ModelCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.strategy import default_stages
 
@@ -128,19 +129,6 @@ def _check(costs: ModelCosts, tp: int, pp: int) -> None:
     for part in (*costs.kinds, costs.embedding, costs.head):
         if part.degree(tp).rule:
             raise SkippedRow(f"tp = {tp} {part.degree(tp).rule}")
-
-
-def frozen(costs: ModelCosts) -> ModelCosts:
-    """The same model with nothing but small adapters to train: a hundredth of each block's weights."""
-
-    def part(one: PartCosts) -> PartCosts:
-        small = Parameters(one.parameters.split // 100, 0, one.parameters.expert // 100)
-        return replace(
-            one, trainable=small, products=tuple(replace(product, trainable=False) for product in one.products)
-        )
-
-    kinds = tuple(part(one) for one in costs.kinds)
-    return replace(costs, kinds=kinds, embedding=part(costs.embedding), head=part(costs.head))
 
 
 def _shape(row: Row) -> Shape:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from shardwise.api.session import _agree
 from shardwise.config import apply_overrides, load_yaml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.resolve import prepare
+from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.filled import without_stale
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
@@ -67,3 +70,13 @@ def test_what_cannot_be_planned_is_refused(root: Path) -> None:
         planned(root, "devices=3", "tp=3")
     with pytest.raises(ConfigError, match="the batch would depend on the plan"):
         planned(root, "train.gradient_accumulation_steps=2", "micro_batch_size=1")
+
+
+def test_processes_that_are_there_already_are_as_many_as_the_plan_has_devices(root: Path) -> None:
+    """Under another launcher nobody could start fewer."""
+    tree = {"model": str(root / "tiny"), "data": {"train": str(root / "rows.jsonl")}, "cluster": "cpu"}
+    tree |= {"device": "cpu", "output_dir": str(root / "there"), "train": {"global_batch_size": 24}}
+    worker = SimpleNamespace(place=SimpleNamespace(world_size=5), store=SimpleNamespace(agree=lambda make: make()))
+    with pytest.raises(PlanError, match=r"5 processes: the fastest plan is for 4 devices\. Start 4"):
+        _agree(cast(ScriptWorker, worker), tree, [], None)
+    assert not (root / "there" / "run.yaml").exists()

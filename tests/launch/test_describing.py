@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_the_child_answers_once_and_is_not_asked_again(tmp_path: Path, monkeypat
         path.write_text('{"model_type": 3}')
     with pytest.raises(pytest.fail.Exception):  # a damaged file counts as none
         model_of(folder, environ)
+    monkeypatch.undo()
+    assert model_of(folder, environ) == replace(spec, has_weights=True)  # the child does not read it either
 
 
 def test_a_file_that_names_its_sizes_starts_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,8 @@ def test_a_plan_gives_the_strategy_and_the_batch(saved: Path) -> None:
     assert again.to_json() == plan.to_json()
     assert _prepared(saved.parent, f"strategy.plan={saved}", "pp=2", "dp=2", "devices=4") == again  # says the same
     assert _prepared(saved.parent, f"strategy.plan={saved}", "train.global_batch_size=8").global_batch_size == 8
+    grouped = _prepared(saved.parent, f"strategy.plan={saved}", "gradient_aggregation_group=2")  # the plan names none
+    assert grouped.strategy == replace(plan.strategy, gradient_aggregation_group=2)
 
 
 @pytest.mark.parametrize(

@@ -283,3 +283,15 @@ def test_what_the_model_keeps_in_fp32_is_not_rounded(tmp_path: Path) -> None:
         assert all(biases for _, _, biases in ranks)
         assert all(any(torch.equal(bias, value) for value in held) for _, _, biases in ranks for bias in biases)
         assert compare(assemble([part for part, _, _ in ranks]), want).gradient <= own / 10, degrees
+
+
+@pytest.mark.slow
+def test_what_enters_a_block_is_not_rounded(tmp_path: Path) -> None:
+    """Mamba 2 keeps its residual stream in fp32: shards compute to the bit what replicas do."""
+    case = replace(_case(make_family(tmp_path, "mamba2"), "one", SGD), steps=1)
+    found = [
+        assemble([part for (part,) in run_distributed(run_cases, 2, [replace(case, strategy=strategy(**degrees))])])
+        for degrees in ({"dp_replicate": 2}, {"dp_shard": 2})
+    ]
+    assert found[0].losses == found[1].losses
+    assert compare(found[1], found[0]).gradient == 0
