@@ -26,6 +26,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
+from shardwise.launch.heap import keep_freed_pages
 from shardwise.launch.lifeline import die_with_parent
 from shardwise.launch.lock import claim, release_all
 from shardwise.launch.place import DEFAULT_TARGET
@@ -170,6 +171,8 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
 
 def open_process_group(device_type: str, local_rank: int, timeout: timedelta, store: dist.Store | None = None) -> None:
     """Open the default process group with the device type's backend; ``store`` None: one as the environment says."""
+    if device_type == "cpu":
+        keep_freed_pages()
     if device_type == "npu":
         importlib.import_module("torch_npu")  # registers torch.npu and hccl
     if device_type != "cpu":
