@@ -62,6 +62,9 @@ def test_weights_that_a_model_takes_from_an_absent_module_are_zeros_without_memo
         embedding = torch.nn.Embedding(262_144, 2048, dtype=torch.bfloat16)
     absent = Absent(embedding, None, "embed_tokens", received)
     row = absent.weight[3]
-    assert row.shape == (2048,) and row.dtype == torch.bfloat16 and not row.any()
+    assert row.shape == (2048,)
+    assert row.dtype == torch.bfloat16
+    assert not row.any()
     assert absent.weight.untyped_storage().nbytes() == 2
-    assert absent.num_embeddings == 262_144 and not list(absent.parameters())
+    assert absent.num_embeddings == 262_144
+    assert not list(absent.parameters())
