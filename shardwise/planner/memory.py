@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.planner.arrays import smallest
 from shardwise.planner.compute import amount_bytes
 from shardwise.planner.data import dense_and_expert
+from shardwise.planner.halves import stage_waiting_bytes
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import Placed
 from shardwise.planner.simulate import peak_bytes
@@ -34,8 +35,11 @@ def rank_memory(
     size = max(blocks) + 1
     both = [blocks.get(s, 0.0) + logits.get(s, 0.0) for s in range(size)]
     alone = [blocks.get(s, 0.0) for s in range(size)]
-    terms["activations"] = peak_bytes(actions, alone)
-    terms["logits"] = peak_bytes(actions, both) - terms["activations"]
+    waiting = [0.0] * size
+    if layout.schedule == "zero_bubble":
+        waiting[-1] = stage_waiting_bytes(parts, layout, work)
+    terms["activations"] = peak_bytes(actions, alone, waiting)
+    terms["logits"] = peak_bytes(actions, both, waiting) - terms["activations"]
     terms["workspace"] = max(_workspace(one, layout, work) for one in parts)
     terms["gathered"] = _gathered(parts, layout, work)
     if work.counted != "tensors":

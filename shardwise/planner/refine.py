@@ -9,6 +9,7 @@ from shardwise.planner.boundaries import Fits, fastest_cut
 from shardwise.planner.compute import amount_bytes, part_passes, total
 from shardwise.planner.cost import estimate
 from shardwise.planner.data import dense_and_expert
+from shardwise.planner.halves import waiting_bytes
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.layout import Layout
 from shardwise.planner.memory import _SLACK, rank_memory
@@ -127,6 +128,7 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     plain = replace(layout, recompute="none")
     states = [0.0, *accumulate(state(costs.kinds[kind]) for kind in costs.order)]
     keeps = [0.0, *accumulate(saved(costs.kinds[kind], layout) for kind in costs.order)]
+    waits = [0.0, *accumulate(slack * waiting_bytes(costs.kinds[kind], layout, work) for kind in costs.order)]
     first = (state(costs.embedding), saved(costs.embedding, plain))
     last = (state(costs.head), saved(costs.head, plain))
     one_block = replace(candidate, stages=(1,) * (candidate.pp - 1) + (costs.num_blocks - candidate.pp + 1,))
@@ -137,6 +139,8 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     def fits(stage: int, start: int, end: int) -> bool:
         ahead = number if candidate.schedule == "gpipe" else min(candidate.pp - stage, number)
         need = rank + states[end] - states[start] + ahead * (keeps[end] - keeps[start])
+        if candidate.schedule == "zero_bubble":
+            need += min(stage, number) * (waits[end] - waits[start])
         if stage == 0:
             need += first[0] + ahead * first[1]
         if stage == candidate.pp - 1:

@@ -12,8 +12,8 @@ from functools import lru_cache
 from shardwise.spec.schedule import Action, ActionLists, action_lists
 
 Send = Callable[[int, int], float]
-StageSeconds = tuple[Sequence[float], Sequence[float]]  # forward, backward
-_ROUNDS = {"1f1b": 2, "interleaved": 4}  # rounds after which a pipeline repeats itself
+StageSeconds = Sequence[Sequence[float]]  # forward, backward, and what of backward can wait (empty: nothing)
+_ROUNDS = {"1f1b": 2, "interleaved": 4, "zero_bubble": 3}  # rounds after which a pipeline repeats itself
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,13 @@ class Timeline:
     Args:
         finish: of each pipeline rank, the end of its last action.
         busy: seconds of each rank in actions.
-        ends: of forward and of backward passes, the end of each: [stage][micro-batch].
+        ends: of forward passes, of backward passes (or their first halves) and of their second halves, the end of
+            each: [stage][micro-batch].
     """
 
     finish: tuple[float, ...]
     busy: tuple[float, ...]
-    ends: tuple[list[list[float]], list[list[float]]]
+    ends: tuple[list[list[float]], list[list[float]], list[list[float]]]
 
     @property
     def seconds(self) -> float:
@@ -41,11 +42,18 @@ class Timeline:
         return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
-def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[float], send: Send) -> Timeline:
+def simulate(
+    lists: ActionLists,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send: Send,
+    waiting: Sequence[float] = (),
+) -> Timeline:
     """Execute every list in its order; an action starts when its rank is free and its input has arrived.
 
     Args:
         forward: seconds of a pass through each stage, ``backward`` likewise.
+        waiting: what of ``backward`` the second half of a backward pass in two takes.
         send: seconds from one pipeline rank to another, in which neither computes less.
 
     Raises:
@@ -55,7 +63,8 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
     number = 1 + max(action.micro_batch for action in lists[0])
     none = float("inf")
     # A row more on each side: the input of the first stage is there from the start.
-    ends = [[[none] * number for _ in range(num_stages + 1)] for _ in range(2)]
+    ends = [[[none] * number for _ in range(num_stages + 1)] for _ in range(3)]
+    waiting = waiting or [0.0] * num_stages
     ends[0][num_stages] = [0.0] * number  # index -1 of the first stage
     hops = [[send(a, b) if a != b else 0.0 for b in range(num_ranks)] for a in range(num_ranks)]
     place, free, busy = [0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
@@ -71,11 +80,16 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
                     if stage:
                         ready += hops[(stage - 1) % num_ranks][rank]
                     seconds, into = forward[stage], ends[0][stage]
-                elif stage == num_stages - 1:
-                    ready, seconds, into = ends[0][stage][micro_batch], backward[stage], ends[1][stage]
+                elif kind == "backward_weight":
+                    ready, seconds, into = ends[1][stage][micro_batch], waiting[stage], ends[2][stage]
                 else:
-                    ready = ends[1][stage + 1][micro_batch] + hops[(stage + 1) % num_ranks][rank]
+                    if stage == num_stages - 1:
+                        ready = ends[0][stage][micro_batch]
+                    else:
+                        ready = ends[1][stage + 1][micro_batch] + hops[(stage + 1) % num_ranks][rank]
                     seconds, into = backward[stage], ends[1][stage]
+                    if kind == "backward_input":
+                        seconds -= waiting[stage]
                 if ready == none:
                     break
                 now = (ready if ready > now else now) + seconds
@@ -86,7 +100,7 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
             left -= place[rank] - start
         if left == before:
             raise ValueError("the action lists wait for each other")
-    return Timeline(tuple(free), tuple(busy), (ends[0][:num_stages], ends[1][:num_stages]))
+    return Timeline(tuple(free), tuple(busy), (ends[0][:num_stages], ends[1][:num_stages], ends[2][:num_stages]))
 
 
 def simulate_schedule(
@@ -98,10 +112,11 @@ def simulate_schedule(
     is a short one and a number of rounds; ``ends`` then are those of the short one. Stages of a rank that differ
     take longer to settle, so an interleaved step is simulated at two lengths.
     """
-    forward, backward = stage_seconds
+    forward, backward, *rest = stage_seconds
+    waiting = rest[0] if rest else ()
     num_ranks = len(forward) // virtual_stages
     lists = short_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
-    short = simulate(lists, forward, backward, send)
+    short = simulate(lists, forward, backward, send, waiting)
     simulated = len(short.ends[0][0])
     rounds = (num_micro_batches - simulated) / num_ranks
     if not rounds:
@@ -133,10 +148,20 @@ def _lists(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages
     return action_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
 
 
-def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float]) -> float:
-    """The most bytes of activations that one rank holds, with ``stage_bytes`` for a pass through each stage."""
+def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float], waiting_bytes: Sequence[float] = ()) -> float:
+    """The most bytes of activations that one rank holds.
+
+    Args:
+        stage_bytes: of a pass through each stage.
+        waiting_bytes: what the first half of a backward pass leaves for the second.
+    """
     alive = peak = 0.0
-    for action in actions:
-        alive += stage_bytes[action.stage] * (1 if action.kind == "forward" else -1)
+    for stage, kind, _ in actions:
+        if kind != "backward_weight":
+            alive += stage_bytes[stage] * (1 if kind == "forward" else -1)
+        if kind == "backward_input":
+            alive += waiting_bytes[stage]
+        elif kind == "backward_weight":
+            alive -= waiting_bytes[stage]
         peak = max(peak, alive)
     return peak
