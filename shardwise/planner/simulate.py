@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.spec.schedule import Action, ActionLists, action_lists
+from shardwise.spec.schedule import Action, ActionLists, Kind, action_lists
 
 Send = Callable[[int, int], float]
 StageSeconds = Sequence[Sequence[float]]  # forward, backward, and what of backward can wait (empty: nothing)
+_Step = tuple[list[float], float, float, list[float]]
 _ROUNDS = {"1f1b": 2, "interleaved": 4, "zero_bubble": 3}  # rounds after which a pipeline repeats itself
 
 
@@ -62,11 +63,8 @@ def simulate(
     num_ranks, num_stages = len(lists), len(forward)
     number = 1 + max(action.micro_batch for action in lists[0])
     none = float("inf")
-    # A row more on each side: the input of the first stage is there from the start.
-    ends = [[[none] * number for _ in range(num_stages + 1)] for _ in range(3)]
-    waiting = waiting or [0.0] * num_stages
-    ends[0][num_stages] = [0.0] * number  # index -1 of the first stage
-    hops = [[send(a, b) if a != b else 0.0 for b in range(num_ranks)] for a in range(num_ranks)]
+    ends = _no_ends(num_stages, number), _no_ends(num_stages, number), _no_ends(num_stages, number)
+    steps = _steps(ends, (forward, backward, waiting or [0.0] * num_stages), send, num_ranks)
     place, free, busy = [0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
     left = sum(len(actions) for actions in lists.values())
     while left:
@@ -75,21 +73,8 @@ def simulate(
             now, start = free[rank], place[rank]
             for index in range(start, len(actions)):
                 stage, kind, micro_batch = actions[index]
-                if kind == "forward":
-                    ready = ends[0][stage - 1][micro_batch]
-                    if stage:
-                        ready += hops[(stage - 1) % num_ranks][rank]
-                    seconds, into = forward[stage], ends[0][stage]
-                elif kind == "backward_weight":
-                    ready, seconds, into = ends[1][stage][micro_batch], waiting[stage], ends[2][stage]
-                else:
-                    if stage == num_stages - 1:
-                        ready = ends[0][stage][micro_batch]
-                    else:
-                        ready = ends[1][stage + 1][micro_batch] + hops[(stage + 1) % num_ranks][rank]
-                    seconds, into = backward[stage], ends[1][stage]
-                    if kind == "backward_input":
-                        seconds -= waiting[stage]
+                needed, hop, seconds, into = steps[kind][stage]
+                ready = needed[micro_batch] + hop
                 if ready == none:
                     break
                 now = (ready if ready > now else now) + seconds
@@ -100,7 +85,32 @@ def simulate(
             left -= place[rank] - start
         if left == before:
             raise ValueError("the action lists wait for each other")
-    return Timeline(tuple(free), tuple(busy), (ends[0][:num_stages], ends[1][:num_stages], ends[2][:num_stages]))
+    return Timeline(tuple(free), tuple(busy), ends)
+
+
+def _no_ends(num_stages: int, number: int) -> list[list[float]]:
+    return [[float("inf")] * number for _ in range(num_stages)]
+
+
+def _steps(
+    ends: tuple[list[list[float]], list[list[float]], list[list[float]]],
+    times: tuple[Sequence[float], Sequence[float], Sequence[float]],
+    send: Send,
+    num_ranks: int,
+) -> dict[Kind, list[_Step]]:
+    """Of each kind of action on each stage: ends of what it needs, seconds until that is here, its own, its ends."""
+    forward, backward, waiting = times
+    stages = range(len(forward))
+    hops = [[send(a, b) if a != b else 0.0 for b in range(num_ranks)] for a in range(num_ranks)]
+    there = [0.0] * len(ends[0][0])  # the input of the first stage
+    needed = [(there, 0.0), *((ends[0][s], hops[s % num_ranks][(s + 1) % num_ranks]) for s in stages[:-1])]
+    back = [*((ends[1][s], hops[s % num_ranks][(s - 1) % num_ranks]) for s in stages[1:]), (ends[0][-1], 0.0)]
+    return {
+        "forward": [(*needed[s], forward[s], ends[0][s]) for s in stages],
+        "backward": [(*back[s], backward[s], ends[1][s]) for s in stages],
+        "backward_input": [(*back[s], backward[s] - waiting[s], ends[1][s]) for s in stages],
+        "backward_weight": [(ends[1][s], 0.0, waiting[s], ends[2][s]) for s in stages],
+    }
 
 
 def simulate_schedule(
