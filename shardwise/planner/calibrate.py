@@ -31,7 +31,7 @@ BOUNDS = {"slowdown": (0.3, 10.0), "attention": (0.3, 10.0), "host_seconds": (1e
 LEAST_CONFIGURATIONS = 3
 _OFF = 0.1  # of a step time: from here on a run counts less
 _STEP = 1e-3  # of a logarithm, to find a slope
-_WORTH = 0.95  # a further number must bring the error down to this share
+_WORTH, _SEEN = 0.95, 0.005  # a further number must bring the error down to this share, and by this much
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def calibrate(predictions: Sequence[Prediction]) -> Calibration:
         if len(free) >= count:
             continue
         stack, others = _fit(measured, configurations, free)
-        if best is None or _mean(others) < _WORTH * best[0]:
+        if best is None or _mean(others) < min(_WORTH * best[0], best[0] - _SEEN):
             best = _mean(others), free, stack, others
     assert best is not None
     if best[0] >= before:
