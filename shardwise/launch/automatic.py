@@ -55,7 +55,7 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
             "Give train.global_batch_size, or leave cluster out",
         )
     work = work_of(sequence_of(run, model), train.precision or ("fp32" if device == "cpu" else "bf16"), train)
-    job = Job(model, costs, cluster, run.devices or local_devices, rows, work, fixed)
+    job = Job(model, costs, cluster, run.devices or local_devices, rows, work, fixed, halves=not run.train.compile)
     found = search(job, top=2, only_runnable=True)
     first = found.plans[0]
     say(f"planned: {describe(first.candidate)} on {first.candidate.devices} devices")

@@ -54,7 +54,8 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     work = work_of(sequence, run.train.precision or default_precision(cluster), run.train)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
     limit = 0.0 if memory is None else parse_bytes("--memory", memory)
-    return Job(model, trained(run, costs), cluster, run.devices, rows, work, fixed_fields(run), limit)
+    costs, fixed = trained(run, costs), fixed_fields(run)
+    return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves=not run.train.compile)
 
 
 def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, ModelCosts]:
@@ -180,6 +181,26 @@ def check_outputs(plan: Path, page: Path | None) -> None:
 
 def _not_writable(option: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{option} {path}", f"cannot be written to ({error.strerror})", "Name another file")
+
+
+def save_profile(cluster: ClusterSpec, path: Path) -> None:
+    """Write a profile that :func:`find_cluster` reads.
+
+    Raises:
+        ConfigError: the path does not end in .json, holds another file, or cannot be written to.
+    """
+    key = f"--calibrate {path}"
+    if path.suffix != ".json":
+        raise ConfigError(key, "a profile's file ends in .json", f"Use {path}.json")
+    if path.exists():
+        try:
+            find_cluster(str(path))
+        except ConfigError:
+            raise ConfigError(key, "is there, and is no profile", "Name another file") from None
+    try:
+        path.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(key, f"cannot be written to ({error.strerror})", "Name another file") from None
 
 
 def save_page(text: str, path: Path) -> None:

@@ -119,7 +119,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
         more = Amount(routed=(part.backward_traffic if backward else part.forward_traffic).routed)
         traffic = traffic + amount_bytes(more, layout, work) * (work.expert_traffic - 1.0)
     operators = operators * (1.5 if backward else 1.0)
-    products = sum((_product(one, layout, work, cluster, backward) for one in part.products), start=0.0)
+    products = sum((product_seconds(one, layout, work, cluster, backward) for one in part.products), start=0.0)
     attention = _attention(part.attention, layout, work, cluster, backward)
     elementwise = traffic / _memory_rate(cluster) + operators * chip.kernel_seconds
     terms: Terms = {
@@ -134,7 +134,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
     return terms
 
 
-def _product(product: Product, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
+def product_seconds(product: Product, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
     """Roofline of a product, whose speed falls as any of its sides gets short."""
     times = int(product.trainable) + int(product.input_gradient) if backward else 1
     tokens = rank_tokens(layout, work) * product.uses

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.planner.arrays import largest
 from shardwise.planner.compute import amount_bytes, product_weights, rank_tokens
 from shardwise.planner.data import dense_and_expert
+from shardwise.planner.halves import stage_waiting_bytes
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
@@ -36,8 +37,12 @@ def rank_memory(
     size = max(blocks) + 1
     both = [blocks.get(s, 0.0) + logits.get(s, 0.0) for s in range(size)]
     alone = [blocks.get(s, 0.0) for s in range(size)]
-    terms["activations"] = peak_bytes(actions, alone)
-    terms["logits"] = peak_bytes(actions, both) - terms["activations"] if any(logits.values()) else 0.0
+    waiting = [0.0] * size
+    if layout.schedule == "zero_bubble":
+        waiting[-1] = stage_waiting_bytes(parts, layout, work)
+    terms["activations"] = peak_bytes(actions, alone, waiting)
+    all_ends = peak_bytes(actions, both, waiting) if any(logits.values()) else terms["activations"]
+    terms["logits"] = all_ends - terms["activations"]
     kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
     terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
     terms["gathered"] = _gathered(kinds, layout, work)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from shardwise.planner.boundaries import Fits, fastest_cut
 from shardwise.planner.compute import part_passes, total
 from shardwise.planner.cost import estimate
+from shardwise.planner.halves import waiting_bytes
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.layout import Layout
 from shardwise.planner.memory import SLACK, rank_memory, saved_bytes
@@ -119,6 +120,7 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     plain = replace(layout, recompute="none")
     states = [0.0, *accumulate(state(costs.kinds[kind]) for kind in costs.order)]
     keeps = [0.0, *accumulate(saved(costs.kinds[kind], layout) for kind in costs.order)]
+    waits = [0.0, *accumulate(slack * waiting_bytes(costs.kinds[kind], layout, work) for kind in costs.order)]
     first = (state(costs.embedding), saved(costs.embedding, plain))
     behind = [costs.head, *costs.more, *([tied_copy(costs)] if costs.tied else [])]
     last = (sum(map(state, behind)), sum(saved(part, plain) for part in behind))
@@ -130,6 +132,8 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     def fits(stage: int, start: int, end: int) -> bool:
         ahead = number if candidate.schedule == "gpipe" else min(candidate.pp - stage, number)
         need = rank + states[end] - states[start] + ahead * (keeps[end] - keeps[start])
+        if candidate.schedule == "zero_bubble":
+            need += min(stage, number) * (waits[end] - waits[start])
         if stage == 0:
             need += first[0] + ahead * first[1]
         if stage == candidate.pp - 1:

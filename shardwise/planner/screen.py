@@ -15,15 +15,17 @@ import numpy as np
 
 from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.halves import waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
 from shardwise.planner.memory import BASE_BYTES, SLACK, saved_bytes, workspace_bytes
 from shardwise.planner.parts import Placed, tied_copy
-from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_virtual_stages
+from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
 from shardwise.planner.state import gathered_bytes, state_terms
 from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts, RecomputeLevel
 
-AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v")
+_SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
+AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
 _BOUND_FIELDS = ("sp", "level", "shard", "reshard", "seconds", "bound", "need")
 
 
@@ -59,6 +61,8 @@ class _Rates:
     saved_last: Any
     workspace: Any
     workspace_last: Any
+    waiting: Any
+    waiting_bytes: Any
 
 
 @dataclass
@@ -103,7 +107,7 @@ def groups_of(job: Job, space: Space) -> list[Group]:
 
 def judge(job: Job, group: Group, columns: Columns) -> tuple[Screened, Space]:
     """Judge some rows of a group with every number of virtual stages and every way to share out weights."""
-    space = with_virtual_stages(job, columns)
+    space = with_schedules(job, columns)
     parts = _judge(job, group, _with_shards(job, space.columns, group.layout.tp)) if len(space) else []
     names = (*AXES, *_BOUND_FIELDS)
     if not parts:
@@ -181,6 +185,9 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
     slowest = _slowest_stage(job, rows, block, rates)
     hop = _hop_seconds(job, layout, rows) * (rows["pp"] > 1)
     fill = (everything - slowest) * (rows["pp"] - 1) / rows["pp"] / rows["v"] + 2 * (rows["pp"] - 1) * hop
+    # ZB-H1: second halves, which fill the end of the step, are no part of what others wait for.
+    filled = 1 - rows["halves"] * np.minimum(2 * rates.waiting / block, 1)
+    fill = fill * filled
     fill = np.where(rows["v"] > 1, (rows["pp"] - 1) * everything / rows["pp"] / rows["v"] + 2 * rows["pp"] * hop, fill)
     # Wrapped: fewer passes wait for each other where a rank has several stages.
     seconds = number * slowest + fill + sums + optimizer_seconds(held, layout, job.work, job.cluster)
@@ -199,12 +206,14 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
     costs, work = job.costs, job.work
     plain = replace(layout, recompute="none")
-    sums: dict[str, Any] = dict.fromkeys(("forward", "backward", "again", "saved", "saved_all", "workspace"), 0.0)
+    sums: dict[str, Any] = dict.fromkeys(_SUMMED, 0.0)
     for kind, times in _kinds(job):
         share = times / costs.num_blocks
         passes = part_passes(kind, layout, work, job.cluster)
         for name in ("forward", "backward", "again"):
             sums[name] = sums[name] + share * total(getattr(passes, name))
+        sums["waiting"] = sums["waiting"] + share * waiting_seconds(kind, layout, work, job.cluster)
+        sums["waiting_bytes"] = sums["waiting_bytes"] + share * waiting_bytes(kind, layout, work)
         kept = _kept(kind, layout, job, layout.recompute)
         everything = _kept(kind, layout, job, "none")
         sums["saved"] = sums["saved"] + share * kept
@@ -285,9 +294,12 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
     last = base + ends[1] + rates.saved_last * slack + beside_head
     per_block = state + inflight * rates.saved * slack
-    last_block = state + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1) * rates.saved * slack
+    # The last rank's first halves run ahead of the second ones, by a micro-batch for each rank before it.
+    ahead = rows["halves"] * (pp - 1) * rates.waiting_bytes * slack
+    last_block = state + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1) * rates.saved * slack + ahead
     # Whole blocks can move from the first ranks, which hold most, to later ones: an average rank's load decides.
     average = state + (inflight + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1)) / 2 * rates.saved * slack
+    average = average + ahead / 2
     need = np.maximum(base + blocks * average, np.maximum(first + per_block, last + last_block))
     if layout.recompute != "full":
         return need, np.ones(len(pp)) if layout.recompute != "none" else np.zeros(len(pp))

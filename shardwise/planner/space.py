@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import PlanError
+from shardwise.planner.halves import waiting_products
 from shardwise.planner.job import Job, Rejection
 from shardwise.spec.block import RECOMPUTE_LEVELS
 from shardwise.spec.strategy import default_stages, legal_tensor_degrees
@@ -99,13 +100,16 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     return space
 
 
-def with_virtual_stages(job: Job, columns: Columns) -> Space:
-    """The rows with every number of stages that a pipeline rank may have."""
+def with_schedules(job: Job, columns: Columns) -> Space:
+    """The rows with every schedule: ``v`` stages of a pipeline rank; ``halves`` 1: backward passes in two halves."""
     space = Space(columns)
     num_blocks = job.costs.num_blocks
     space.cross("v", _virtual_stages(job))
     c = space.columns
     _silently(space, (c["v"] == 1) | (c["pp"] > 1))
+    space.cross("halves", _halves(job))
+    c = space.columns
+    _silently(space, (c["halves"] == 0) | ((c["pp"] > 1) & (c["v"] == 1)))
     c = space.columns
     space.keep(c["pp"] * c["v"] <= num_blocks, "pipeline stages", f"the model has {num_blocks} blocks")
     if job.fixed.get("stages"):
@@ -179,6 +183,9 @@ def _check_given(job: Job) -> None:
     if job.fixed.get("sequence_parallel") and job.fixed.get("tp") == 1:
         rule = "cuts the sequence over the tensor ranks, and strategy.tp is 1"
         raise PlanError("strategy.sequence_parallel = true", rule, "Leave one of them out")
+    if job.fixed.get("schedule") == "zero_bubble" and job.fixed.get("pp") == 1:
+        rule = "puts off gradients of weights to where a pipeline would wait, and strategy.pp is 1"
+        raise PlanError("strategy.schedule = zero_bubble", rule, "Leave one of them out")
     if job.fixed.get("pp") is not None and job.fixed["pp"] > num_blocks:
         rule = f"the model has {num_blocks} blocks, and each stage needs one"
         raise PlanError(f"strategy.pp = {job.fixed['pp']}", rule, f"legal degrees: 1 to {num_blocks}")
@@ -284,3 +291,11 @@ def _virtual_stages(job: Job) -> list[int]:
     if schedule == "interleaved":
         return list(range(2, MOST_VIRTUAL + 1))
     return [1] if schedule is not None else list(range(1, MOST_VIRTUAL + 1))
+
+
+def _halves(job: Job) -> list[int]:
+    schedule = job.fixed.get("schedule")
+    if schedule is not None:
+        return [int(schedule == "zero_bubble")]
+    can = job.halves and any(waiting_products(kind) for kind in job.costs.kinds)
+    return [0, 1] if can else [0]

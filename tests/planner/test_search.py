@@ -23,6 +23,7 @@ from shardwise.planner.search import search
 from shardwise.planner.shape import Experts, Shape, model_costs
 from shardwise.planner.space import enumerate_space
 from shardwise.planner.sweep import candidate_of
+from shardwise.planner.timeline import timeline
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import load_cluster
 from shardwise.spec.model import ModelSpec, read_model
@@ -125,6 +126,7 @@ def test_devices_that_do_not_divide_the_model_are_used_by_other_axes(devices: in
         {"tp": 2},
         {"pp": 4, "schedule": "gpipe"},
         {"pp": 3, "dp": 2},
+        {"pp": 4, "schedule": "zero_bubble"},
         {"dp_shard": 2, "reshard": True},
         {"dp_replicate": 2},
         {"cp": 2},
@@ -138,6 +140,26 @@ def test_devices_that_do_not_divide_the_model_are_used_by_other_axes(devices: in
 def test_given_fields_stay(fixed: dict[str, object]) -> None:
     for plan in search(job(**fixed), top=3).plans:
         assert {name: getattr(plan.candidate, name) for name in fixed} == fixed
+
+
+def test_backward_passes_in_halves_win_where_stages_wait() -> None:
+    """Few micro-batches, and a block a rank, so that no interleaved stages can do the same."""
+    wanted = job("tiny", devices=6, rows=12, pp=6, micro_batch_size=1)
+    found = search(wanted)
+    first = found.plans[0]
+    assert first.candidate.schedule == "zero_bubble"
+    plain = search(replace(wanted, halves=False)).plans[0]
+    assert plain.candidate.schedule == "1f1b"
+    assert plain.estimate.bubble > first.estimate.bubble
+    assert plain.step_seconds > first.step_seconds
+    # The first rank, whose backward passes are whole, holds as much as before; the last one nearly as much.
+    assert plain.estimate.memory_terms[0]["activations"] == first.estimate.memory_terms[0]["activations"]
+    assert first.estimate.memory_terms[5]["activations"] > 3 * plain.estimate.memory_terms[5]["activations"]
+    assert first.estimate.memory_bytes < 1.05 * plain.estimate.memory_bytes
+    whole = {one.kind for one in timeline(wanted, first.candidate) if one.rank == 0}
+    halves = {one.kind for one in timeline(wanted, first.candidate) if one.rank == 5}
+    assert whole == {"forward", "backward"}
+    assert halves == {"forward", "backward_input", "backward_weight"}
 
 
 @pytest.mark.parametrize(("given", "level", "number"), [("full", "full", -1), (3, "full", 3), ("none", "none", -1)])
@@ -184,6 +206,7 @@ def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: st
         ({"pp": 7}, "the model has 6 blocks"),
         ({"stages": (3, 4)}, "sums to 7, and the model has 6 blocks. For example [3, 3]"),
         ({"sequence_parallel": True, "tp": 1}, "strategy.tp is 1"),
+        ({"schedule": "zero_bubble", "pp": 1}, "strategy.pp is 1"),
         ({"cp": 3}, "2 x cp does not divide the 1024 tokens"),
     ],
 )
