@@ -66,6 +66,9 @@ class ChatEncoder:
         try:
             text = render(messages, False)
             spans = assistant_spans(messages, text, render)
+            if value.get("learned") is not None:
+                answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+                spans = [span for place, span in zip(answers, spans, strict=True) if place in value["learned"]]
             return self._tokenise(text, spans)
         except BadRow:
             raise

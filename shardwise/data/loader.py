@@ -9,7 +9,8 @@ import numpy as np
 
 from shardwise.data.batch import START, Batch, LoaderState, stack_rows
 from shardwise.data.order import epoch_order, rank_bounds, step_rows, steps_per_epoch
-from shardwise.data.rows import Row, num_supervised, row_hash
+from shardwise.data.rows import Row, row_hash
+from shardwise.data.store import row_sizes
 from shardwise.errors import ConfigError
 
 
@@ -37,8 +38,7 @@ class Loader:
 
     def __init__(self, rows: Sequence[Row], settings: LoaderSettings) -> None:
         self.rows, self.settings = rows, settings
-        self._lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-        self._supervised = np.array([num_supervised(row.labels) for row in rows], dtype=np.int64)
+        self._lengths, self._supervised = row_sizes(rows)
 
     @property
     def steps_per_epoch(self) -> int:
