@@ -58,7 +58,7 @@ def _root() -> None:
 def train(
     settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
-    data: Annotated[str | None, typer.Option(help="training rows, a .jsonl file")] = None,
+    data: Annotated[str | None, typer.Option(help="training rows, a file or a folder")] = None,
     devices: Annotated[int | None, typer.Option(help="number of processes")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or npu")] = None,
     output_dir: Annotated[str | None, typer.Option(help="where results go")] = None,
@@ -283,6 +283,7 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.launch.agent import launch
     from shardwise.launch.forkserver import PRELOAD_MORE
     from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.preparing import prepare_ahead
     from shardwise.launch.resolve import prepare, write_run
     from shardwise.log import say
     from shardwise.report.answers import show_answers
@@ -299,6 +300,7 @@ def _train(tree: dict[str, Any]) -> int:
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
     try:
         show_plan(run, plan, console)
+        prepare_ahead(run, plan, os.environ)
         code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
         put_back(output_dir)
