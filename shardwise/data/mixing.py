@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,39 @@ def sources_of(
         own = run.model_copy(update={"data": data})
         found.append(Source(Path(source.path), own, vocab_size, max_positions, max_samples))
     return found
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What the rows of several sources come to.
+
+    Attributes:
+        rows: those of an epoch, in file order or evenly mixed.
+        apart: those that ``data.val_size`` sets apart for evaluation, None without it.
+        parts: of each source what is left to train on.
+        counts: of each source its rows in an epoch, repeats included.
+    """
+
+    rows: Rows
+    apart: Rows | None
+    parts: list[Rows]
+    counts: list[int]
+
+
+def combine(parts: list[Rows], run: RunConfig) -> Epoch:
+    """The epoch over the rows of each source of ``data.train``.
+
+    Raises:
+        ConfigError: ``data.val_size`` leaves nothing of a source.
+    """
+    given, apart = data_sources(run.data.train), None
+    if run.data.val_size:
+        # Before the mixture, so that no row that it repeats stands on both sides.
+        seed = run.train.seed if run.data.seed is None else run.data.seed
+        rest, apart = split_off(joined(parts), run.data.val_size, seed)
+        parts = _by_part(rest, parts, [source.path for source in given])
+    rows, counts = mixed(parts, [source.weight for source in given])
+    return Epoch(rows, apart, parts, counts)
 
 
 def mixed(parts: Sequence[Rows], weights: Sequence[float | None]) -> tuple[Rows, list[int]]:
@@ -72,3 +106,20 @@ def split_off(rows: Rows, size: float, seed: int) -> tuple[Rows, Rows]:
     words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_SPLIT_STREAM,))).random_raw(len(rows))
     drawn = np.argsort(words, kind="stable")
     return rows.take(np.sort(drawn[number:])), rows.take(np.sort(drawn[:number]))
+
+
+def _by_part(rest: Rows, parts: list[Rows], names: list[str]) -> list[Rows]:
+    """What is left of each of ``parts``, whose rows ``rest`` holds some of, in order.
+
+    Raises:
+        ConfigError: nothing is left of one.
+    """
+    assert rest.order is not None
+    left, first = [], 0
+    for name, part in zip(names, parts, strict=True):
+        inside = (rest.order >= first) & (rest.order < first + len(part))
+        if not inside.any():
+            raise ConfigError(name, f"data.val_size sets all of its {len(part)} rows apart", "Use a smaller one")
+        left.append(part.take(rest.order[inside] - first))
+        first += len(part)
+    return left

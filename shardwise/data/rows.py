@@ -118,15 +118,24 @@ def load_rows(
         ConfigError: a file that cannot be read, bad rows (unless ``data.on_bad_rows`` is skip), rows that are too
             long (unless ``data.on_long`` says what to do with them), or a set in which nothing can be learned.
     """
+    rows, told = survey_rows(source, tokenizer, records)
+    for line in told["notes"]:
+        notify(line)
+    return rows
+
+
+def survey_rows(
+    source: Source, tokenizer: Callable[[], PreTrainedTokenizerBase], records: Iterable[Record] | None = None
+) -> tuple[Rows, dict[str, Any]]:
+    """:func:`load_rows`, with what :func:`write_rows` says of them."""
     encode, limits, parts = source.encoder(tokenizer), source.limits, list(parts_of(source.path, records))
     found = (
         (number, file, tokenise(items, file, kind, encode, limits))
         for number, file, kind, items in chunks(parts, source.run.data.format, source.max_samples)
     )
     writer = RowsWriter()
-    for line in write_rows(source, found, writer)["notes"]:
-        notify(line)
-    return writer.finish([file for file, _ in parts])
+    told = write_rows(source, found, writer)
+    return writer.finish([file for file, _ in parts]), told
 
 
 def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: RowsWriter) -> dict[str, Any]:

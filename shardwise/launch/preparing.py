@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from shardwise.data.child import ready
+from rich.console import Console
+
+from shardwise.data.child import prepare_shown, ready
 from shardwise.data.mixing import sources_of
-from shardwise.data.prepared import data_folder, num_cores
+from shardwise.data.prepared import data_folder, num_cores, open_prepared
 from shardwise.data.rows import Source
+from shardwise.errors import ConfigError
+from shardwise.launch.resolve import check_data, prepare
 from shardwise.log import say
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -28,3 +34,38 @@ def prepare_ahead(run: RunConfig, plan: Plan, environ: Mapping[str, str]) -> Non
     """
     for source in run_sources(run, plan):
         ready(source, data_folder(environ), num_cores(), say)
+
+
+def prepare_data(tree: dict[str, Any]) -> tuple[RunConfig, Plan]:
+    """The run and its plan for a look at its rows: neither weights nor devices have to be here.
+
+    Raises:
+        ConfigError, PlanError: what could not be trained.
+    """
+    run, plan = prepare(tree, command="check")
+    check_data(run)
+    return run, plan
+
+
+def prepare_all(
+    run: RunConfig, plan: Plan, processes: int | None, environ: Mapping[str, str], console: Console
+) -> Iterator[Path]:
+    """The folder of each source of a run, tokenised now if it is not there. Loads transformers.
+
+    Raises:
+        ConfigError: what is wrong with the data, or a cache that cannot be written to.
+    """
+    cache = data_folder(environ)
+    if cache is None:
+        raise ConfigError("HOME", "is not set, so there is no cache to keep tokens in", "Set XDG_CACHE_HOME")
+    for source in run_sources(run, plan):
+        try:
+            folder = prepare_shown(source, cache, processes or num_cores(), console)
+            rows, told = open_prepared(folder)
+        except OSError as error:
+            remedy = "Make room, or set XDG_CACHE_HOME to another folder"
+            raise ConfigError(str(cache), f"cannot be written to ({error.strerror})", remedy) from None
+        for note in told["notes"]:
+            say(note)
+        say(f"{source.name}: {len(rows)} rows, {int(rows.lengths.sum())} tokens")
+        yield folder

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.child import ready
 from shardwise.data.memory import MemoryData, memory_records
-from shardwise.data.mixing import mixed, sources_of, split_off
+from shardwise.data.mixing import combine, sources_of
 from shardwise.data.prepared import open_prepared, tokenizer_folder
 from shardwise.data.rows import Rows, Source, load_rows
+from shardwise.data.store import joined
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.parallel.agreement import from_rank_0, on_all_ranks
@@ -47,21 +48,18 @@ class DataReader:
             ShardwiseError: rank 0's refusal, on every rank.
         """
         data = self._run.data
-        given = data_sources(data.train)
-        parts = self._read(data.train, data.max_samples)
-        apart = None
-        if data.val_size:
-            # Before the mixture, so that no row that it repeats stands on both sides.
-            seed = self._run.train.seed if data.seed is None else data.seed
-            whole, _ = mixed(parts, [None] * len(parts))
-            rest, apart = split_off(whole, data.val_size, seed)
-            parts = _by_part(rest, parts, [source.path for source in given])
-            self._say(f"data.val_size: {len(apart)} of {len(whole)} rows are set apart for evaluation")
-        rows, counts = mixed(parts, [source.weight for source in given])
-        if len(parts) > 1:
-            for source, part, count in zip(given, parts, counts, strict=True):
+        found = combine(self._read(data.train, data.max_samples), self._run)
+        rows, apart = found.rows, found.apart
+        if apart is not None:
+            total = len(apart) + sum(map(len, found.parts))
+            self._say(f"data.val_size: {len(apart)} of {total} rows are set apart for evaluation")
+        if len(found.parts) > 1:
+            for source, part, count in zip(data_sources(data.train), found.parts, found.counts, strict=True):
                 share = f"{count / len(rows):.1%} of an epoch, each row {count / len(part):.2f} times"
                 self._say(f"data      {source.path}: {len(part)} rows, {share}")
+        if not rows.supervised.any():  # of what is left of them
+            rule = "sets all rows with supervised tokens apart, there is nothing to learn"
+            raise ConfigError(f"data.val_size = {data.val_size}", rule, "Use a smaller one")
         return rows, apart
 
     def eval_rows(self) -> Rows | None:
@@ -71,7 +69,7 @@ class DataReader:
             ShardwiseError: rank 0's refusal, on every rank.
         """
         parts = self._read(self._run.data.eval, None)
-        return mixed(parts, [None] * len(parts))[0] if parts else None
+        return joined(parts) if parts else None
 
     def _read(self, given: Sources, max_samples: int | None) -> list[Rows]:
         model = self._model
@@ -109,20 +107,3 @@ class DataReader:
     def _tokenizer(self, source: Source) -> PreTrainedTokenizerBase:
         own: PreTrainedTokenizerBase | None = self._memory.tokenizer
         return own if own is not None else load_tokenizer(tokenizer_folder(source))
-
-
-def _by_part(rest: Rows, parts: list[Rows], names: list[str]) -> list[Rows]:
-    """What is left of each of ``parts``, whose rows ``rest`` holds some of, in order.
-
-    Raises:
-        ConfigError: nothing is left of one.
-    """
-    assert rest.order is not None
-    left, first = [], 0
-    for name, part in zip(names, parts, strict=True):
-        inside = (rest.order >= first) & (rest.order < first + len(part))
-        if not inside.any():
-            raise ConfigError(name, f"data.val_size sets all of its {len(part)} rows apart", "Use a smaller one")
-        left.append(part.take(rest.order[inside] - first))
-        first += len(part)
-    return left
