@@ -22,7 +22,7 @@ from tests.data.helpers import make_tokenizer, write
 
 TALKS = [
     {"messages": [{"role": "user", "content": f"Hello {n}"}, {"role": "assistant", "content": "Fine " * (n % 5 + 1)}]}
-    for n in range(1003)
+    for n in range(603)
 ]
 
 
@@ -78,6 +78,7 @@ def test_what_tokens_depend_on_names_them(model: Path, tmp_path: Path) -> None:
     assert len(keys) == 6
 
 
+@pytest.mark.slow
 def test_jobs_that_start_at_once_prepare_once_and_a_refusal_leaves_nothing(model: Path, tmp_path: Path) -> None:
     path, cache = write(tmp_path / "d.jsonl", TALKS[:5]), tmp_path / "cache"
     given = source(model, path)

@@ -12,6 +12,7 @@ import pytest
 
 from shardwise.config import apply_overrides
 from shardwise.data import child
+from shardwise.data.memory import MemoryData
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import prepare
 from shardwise.testing import run_distributed
@@ -24,10 +25,12 @@ def _rank(rank: int, overrides: list[str], cache: Path) -> tuple[list[Any], list
     """For each way that rows come by: whether they are mapped and what they are; what was said."""
     run, plan = prepare(apply_overrides({}, overrides), command="script")
     found, said = [], list[str]()
-    for small, sees_cache in ((1 << 30, True), (1, True), (1, rank == 0)):
+    listed = [json.loads(line) for line in Path(str(run.data.train)).read_text().splitlines()]
+    held = MemoryData({str(run.data.train): lambda: iter(listed)})
+    for small, sees_cache, memory in ((1 << 30, True, None), (1, True, None), (1, rank == 0, None), (1, True, held)):
         with mock.patch.object(child, "SMALL_BYTES", small), mock.patch.object(data, "open_prepared") as opened:
             opened.side_effect = child_open if sees_cache else FileNotFoundError
-            reader = data.DataReader(run, plan, None, cache, 1, said.append)
+            reader = data.DataReader(run, plan, memory, cache, 1, said.append)
             rows, apart = reader.train_rows()
         assert apart is not None
         mapped = isinstance(rows.stores[0].columns["input_ids"], np.memmap)
@@ -56,10 +59,11 @@ def test_ranks_have_the_same_rows_however_they_come_by_them(tmp_path: Path) -> N
     path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
     overrides = [f"model={tmp_path / 'model'}", f"data.train={path}", "data.val_size=3", "device=cpu"]
     first, second = run_distributed(_rank, 2, overrides, tmp_path / "cache")
-    held, mapped, _ = first[0]
-    assert [ways[0] for ways in first[0]] == [False, True, False]
-    assert [ways[0] for ways in second[0]] == [False, True, False]
+    held, mapped, *_ = first[0]
+    assert [ways[0] for ways in first[0]] == [False, True, False, True]
+    assert [ways[0] for ways in second[0]] == [False, True, False, True]
     assert {json.dumps(ways[1:]) for ways in first[0] + second[0]} == {json.dumps(held[1:])}
+    assert [path.name.startswith(".held") for path in (tmp_path / "cache").iterdir()] == [False]
     assert mapped[1:] == held[1:]
     assert sorted(held[1][0] + held[1][1]) == list(range(1, 9))
     assert any("not every machine sees" in line for line in first[1])
