@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import choose_device, count_devices, prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
+from tests.checkpoint.fakes import fake_checkpoint
 from tests.spec.model_folder import make_folder
 
 
@@ -227,13 +227,7 @@ def test_logs_alone_are_no_results(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: Path, step: int, **identity: str) -> Path:
-    """What can be seen of a complete checkpoint without torch."""
-    path = folder / "checkpoints" / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    for name in (".metadata", "__0_0.distcp"):
-        (path / name).touch()
-    (path / "state.json").write_text(json.dumps({"train": {"step": step}, "identity": identity}), encoding="utf-8")
-    return path
+    return fake_checkpoint(folder / "checkpoints", step, {"train": {"step": step}, "identity": identity})
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
