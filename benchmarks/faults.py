@@ -197,7 +197,7 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
             trap.stop()
 
 
-def prepare_job(folder: Path, name: str, steps: int, kills: list[Kill]) -> Path:
+def prepare_job(folder: Path, name: str, steps: int, kills: list[Kill], background: bool) -> Path:
     """Model, rows, and an output folder of this name; its path."""
     from shardwise.launch.resolve import prepare
     from shardwise.spec.run import dump_run
@@ -215,7 +215,7 @@ def prepare_job(folder: Path, name: str, steps: int, kills: list[Kill]) -> Path:
         "data": {"train": str(folder / "rows.jsonl")},
         "train": {"max_steps": steps, "global_batch_size": 4, "learning_rate": 1e-3},
         "strategy": {"tp": 2, "dp_shard": 2},
-        "save": {"strategy": "steps", "steps": SAVE_STEPS, "keep": 2},
+        "save": {"strategy": "steps", "steps": SAVE_STEPS, "keep": 2, "async": background},
         "restarts": len(kills) + 1,
         "device": "cpu",
         "output_dir": str(output),
@@ -271,11 +271,11 @@ def judge(output: Path, alone: Path, said: str, steps: int) -> Outcome:
     )
 
 
-def compare(folder: Path, number: int, steps: int, timeout: float) -> Outcome:
+def compare(folder: Path, number: int, steps: int, timeout: float, background: bool) -> Outcome:
     """Both jobs in ``folder``, one after the other."""
-    alone = prepare_job(folder, "alone", steps, [])
+    alone = prepare_job(folder, "alone", steps, [], background)
     run_job(alone, timeout)
-    killed = prepare_job(folder, "killed", steps, plan_kills(number, steps))
+    killed = prepare_job(folder, "killed", steps, plan_kills(number, steps), background)
     return judge(killed, alone, run_job(killed, timeout), steps)
 
 
@@ -284,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=0, help="of the run; default: twice the kills, 12 at least")
+    parser.add_argument("--async", dest="background", action="store_true", help="save.async")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job is not None:
@@ -292,7 +293,7 @@ def main() -> None:
         sys.exit(launch(options.job, NUM_RANKS, target="benchmarks.faults:train_and_die"))
     steps = options.steps or max(12, 2 * options.kills)
     with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
-        found = compare(Path(folder), options.kills, steps, timeout=60.0 + 60.0 * options.kills)
+        found = compare(Path(folder), options.kills, steps, 60.0 + 60.0 * options.kills, options.background)
     print("\n".join(found.lines()))
     sys.exit(0 if found.equal and not found.damaged else 1)
 

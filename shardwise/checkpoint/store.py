@@ -7,6 +7,7 @@ layout loads under any other. A checkpoint is a folder ``checkpoints/step-000000
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,4 +106,7 @@ def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor], *, al
         shape = tuple(saved[name].size)
         if shape != tensor.place.shape:
             raise CheckpointError(f"{name} in {checkpoint}", f"has shape {shape}, the model {tensor.place.shape}")
-    dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=alone)
+    with warnings.catch_warnings():
+        if alone:  # that it is, torch thinks worth a warning
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=alone)

@@ -13,12 +13,15 @@ from shardwise.launch.resolve import count_devices, prepare, write_run
 from shardwise.launch.script import Script
 from shardwise.log import say
 from shardwise.spec.filled import without_stale
+from shardwise.spec.plan import Plan
+from shardwise.spec.run import RunConfig
 from shardwise.train.context import Restart
 from shardwise.train.previous import is_set_aside
 
 if TYPE_CHECKING:
     from shardwise.launch.agent import Outcome, Work
 
+_MOST_TRIES = 64
 Attempt = Callable[["Work", Restart | None], "Outcome"]
 
 
@@ -58,16 +61,30 @@ def with_devices_left(work: Work) -> Work:
     """The work on the devices that are still there: planned anew where they are fewer.
 
     Raises:
-        ShardwiseError: what was given of the strategy does not fit them.
+        ShardwiseError: what was given of the strategy fits no number of them.
     """
     left = devices_left(work)
     if left >= work.devices or is_set_aside(work.folder):
         return work
-    say(f"{left} of {work.devices} devices are left")
-    tree = without_stale(load_yaml(work.folder / "run.yaml"), ["devices"])
-    run, plan = prepare(tree | {"devices": left, "resume": "auto", "overwrite": False})
+    run, plan = _most_devices(work, left)
+    say(f"{left} of {work.devices} devices are left; the run goes on on {plan.devices}")
     write_run(run, plan)
     return replace(work, devices=plan.devices)
+
+
+def _most_devices(work: Work, left: int) -> tuple[RunConfig, Plan]:
+    """The run on as many devices as fit what was given of its strategy, with the batch that it has."""
+    tree = load_yaml(work.folder / "run.yaml")
+    rows = tree["train"]["global_batch_size"]
+    tree = without_stale(tree, ["devices"]) | {"resume": "auto", "overwrite": False}
+    tree["train"] = tree["train"] | {"global_batch_size": rows}
+    refusals = []
+    for devices in range(left, max(0, left - _MOST_TRIES), -1):
+        try:
+            return prepare(tree | {"devices": devices})
+        except ShardwiseError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def devices_left(work: Work) -> int:

@@ -257,11 +257,6 @@ def test_the_command_exits_with_4_where_logits_differ(
     assert "largest difference of logits" in result.stderr
 
 
-def test_an_export_without_merge_is_not_there_yet(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--merge"):
-        CliRunner().invoke(cli.app, ["export", str(root), str(tmp_path / "out")], catch_exceptions=False)
-
-
 def test_what_cannot_be_merged_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("")

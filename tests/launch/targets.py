@@ -113,3 +113,24 @@ def disk_full(context: WorkerContext) -> None:
         (context.output_dir / "status.json").mkdir()
         raise OSError(28, "No space left on device", "model.safetensors")
     _reduce()
+
+
+def rank_1_sleeps(context: WorkerContext) -> None:
+    """In its third step, while the others wait for it until their time is up."""
+    for step in range(1, 4):
+        context.note(f"step {step}")
+        if (context.rank, step) == (1, 3):
+            time.sleep(300)
+        _reduce()
+
+
+def dies_until_the_last_start(context: WorkerContext) -> None:
+    """A first start in which one rank is killed, a second in which one raises, and a third that goes well."""
+    _reduce()
+    number = context.restart.number if context.restart else 0
+    print(f"start {number} on {context.world_size} ranks")
+    if context.rank == 1 and number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.rank == 1 and number == 1:
+        raise RuntimeError("the device has fallen off the bus")
+    _reduce()
