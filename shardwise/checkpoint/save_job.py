@@ -98,6 +98,11 @@ class SaveJob:
         """Whether this rank has nothing more to write, or cannot."""
         return self._thread is None or not self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write."""
+        return self._failure is not None
+
     def finish(self) -> Path:
         """Wait until all ranks have written, and give the checkpoint its name; its folder.
 

@@ -45,11 +45,6 @@ class CheckpointKeeper:
         self._job: SaveJob | None = None
 
     @property
-    def pending(self) -> bool:
-        """Whether a checkpoint is on its way; the same on every rank."""
-        return self._job is not None
-
-    @property
     def is_writing(self) -> bool:
         """Whether this rank is still at work on it."""
         return self._job is not None and not self._job.is_written
@@ -62,6 +57,11 @@ class CheckpointKeeper:
         if self._loaded.adapters is not None:
             own += owned_bytes({name: value for name, value in tensors.items() if name.startswith("model.")})
         return int(self._sum([float(own)])[0])
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write its part."""
+        return self._job is not None and self._job.has_failed
 
     def check_room(self, state: TrainState, total_steps: int) -> None:
         """Refuse a run that cannot write what it is to write, before its first step.

@@ -178,11 +178,11 @@ class Trainer:
             batch,
             rate,
             parts.run.train.max_grad_norm,
-            [float(asked is not None), float(self._keeper.is_writing), *peaks],
+            [float(asked is not None), float(self._keeper.is_writing), float(self._keeper.has_failed), *peaks],
         )
         seconds = time.perf_counter() - began
         # A step without supervised tokens exchanges nothing; the request is heard at the next one.
-        stop, writing, *peaks = result.notes or [0.0, 1.0, *peaks]
+        stop, writing, failed, *peaks = result.notes or [0.0, 1.0, 0.0, *peaks]
         lines = [parts.loader.rows[index].line for index in batch.rows]
         self.policy.check(result, number, name_lines(lines))
         self.state = TrainState(number, self.state.num_updates + (result.loss is not None), batch.next_state)
@@ -191,7 +191,7 @@ class Trainer:
         if result.skipped is not None:
             values |= {"skipped": f"{result.skipped} in {name_lines(lines)}", "lines": lines}
         self.callbacks.call("on_step_end", number, MappingProxyType(values))
-        if not writing:
+        if failed or not writing:
             self._finish_save()
         return (asked or "stop") if stop else None
 

@@ -119,7 +119,8 @@ def test_65e_a_rank_that_cannot_write_ends_all_by_name(inputs: Path, tmp_path: P
     assert "are free there" in message
     assert complete_checkpoints(result.output_dir / "checkpoints") == []
     assert list((result.output_dir / "checkpoints").iterdir()) == []
-    assert result.metrics()[-1]["step"] == (2 if background == "false" else 3)
+    told_at = result.metrics()[-1]["step"]
+    assert told_at == 2 if background == "false" else told_at in (3, 4)  # at the next step that begins after it
 
 
 def _without_room(rank: int) -> list[Callback]:
