@@ -194,13 +194,17 @@ def save_checkpoint(
 def damage_in(checkpoint: Path) -> str:
     """What in a complete checkpoint is not as it was written, by the content of its files; empty if nothing.
 
-    To be called by all ranks: each reads its share.
+    To be called by all ranks, each of which reads a share; or by a process without any others.
     """
     _, files = read_manifest(checkpoint)
-    own = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-    found: list[str | None] = [None] * dist.get_world_size()
+    alone = not dist.is_initialized()
+    rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    own = sorted(files)[rank::world_size]
     wrong = next((name for name in own if record_of(checkpoint / name) != files[name]), None)
-    dist.all_gather_object(found, wrong)
+    found = [wrong]
+    if not alone:
+        found = [None] * world_size
+        dist.all_gather_object(found, wrong)
     name = next((name for name in found if name is not None), None)
     return "" if name is None else f"the content of its {name} is not what was written"
 

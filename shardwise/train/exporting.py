@@ -19,6 +19,7 @@ from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, fault_in, saved_state
 from shardwise.checkpoint.merge import Comparison, compare_logits, logits_of, probe
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
+from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import SlicedTensor, load_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.build import build_on_meta, freeze_stored_buffers, put_head_last
@@ -55,11 +56,14 @@ def export_checkpoint(checkpoint: Path, out: Path, max_file_bytes: int | None = 
 
     Raises:
         ConfigError: an ``out`` with something in it.
-        CheckpointError: the checkpoint lacks a parameter.
+        CheckpointError: the checkpoint is damaged, or lacks a parameter.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(str(out), "is not empty", "Name a folder that is not there yet")
     run = saved_state(checkpoint)["run"]
+    damage = damage_in(checkpoint)
+    if damage:
+        raise CheckpointError(str(checkpoint), f"is damaged: {damage}", "Export another one")
     draft = out.absolute().with_name(f".{out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     with writing(out):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from shardwise import cli
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch.exporting import write_export
 from shardwise.testing import run_distributed
 from shardwise.train.exporting import export_checkpoint, find_checkpoint
@@ -102,6 +103,11 @@ def test_of_a_lora_run_the_adapter_is_written(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported(saved: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "step-00000003"
+    shutil.copytree(saved / "checkpoints" / torn.name, torn)
+    (torn / "generation_config.json").write_text((torn / "generation_config.json").read_text().replace(" ", "\t"))
+    with pytest.raises(CheckpointError, match=r"the content of its generation_config\.json is not what was written"):
+        _export(torn, tmp_path / "out")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         _export(saved / "model", tmp_path / "out")
     with pytest.raises(ConfigError, match="belongs to --merge"):
