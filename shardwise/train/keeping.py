@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER
 from shardwise.checkpoint.listing import complete_checkpoints
 from shardwise.checkpoint.save_job import Content, SaveJob
-from shardwise.checkpoint.shelf import free_bytes, link, rotate
+from shardwise.checkpoint.shelf import free_bytes, link, rotate, sweep
 from shardwise.checkpoint.store import owned_bytes
 from shardwise.errors import CheckpointError, SaveError
 from shardwise.spec.run import RunConfig
@@ -69,6 +69,8 @@ class CheckpointKeeper:
         Raises:
             CheckpointError: with the bytes that are needed and those that are free.
         """
+        if self._rank == 0:
+            sweep(self._folder)  # what a kill has left counts as free
         saves = _number_of_saves(self._run, state, total_steps)
         export = self._export_bytes()
         if not saves and not export:

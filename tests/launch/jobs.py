@@ -118,20 +118,15 @@ def command(output_dir: Path, *arguments: str, **variables: str) -> Iterator[Job
 
 @contextmanager
 def launched(
-    output_dir: Path,
-    target: str,
-    num_ranks: int = 3,
-    grace_seconds: float = 60.0,
-    restarts: int = 0,
-    **variables: str,
+    output_dir: Path, target: str, num_ranks: int = 3, grace_seconds: float = 60.0, **variables: str
 ) -> Iterator[Job]:
     """A job whose ranks run a function of ``tests.launch.targets``."""
-    prepare(output_dir, grace_seconds, restarts)
+    prepare(output_dir, grace_seconds)
     with command(output_dir, "-c", LAUNCHER, str(output_dir), str(num_ranks), target, **variables) as job:
         yield job
 
 
-def prepare(output_dir: Path, grace_seconds: float = 60.0, restarts: int = 0) -> None:
+def prepare(output_dir: Path, grace_seconds: float = 60.0) -> None:
     """The two files that launch and worker read."""
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "run.yaml").write_text(

@@ -122,15 +122,3 @@ def rank_1_sleeps(context: WorkerContext) -> None:
         if (context.rank, step) == (1, 3):
             time.sleep(300)
         _reduce()
-
-
-def dies_until_the_last_start(context: WorkerContext) -> None:
-    """A first start in which one rank is killed, a second in which one raises, and a third that goes well."""
-    _reduce()
-    number = context.restart.number if context.restart else 0
-    print(f"start {number} on {context.world_size} ranks")
-    if context.rank == 1 and number == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if context.rank == 1 and number == 1:
-        raise RuntimeError("the device has fallen off the bus")
-    _reduce()

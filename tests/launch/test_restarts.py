@@ -14,7 +14,6 @@ from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.spec.plan import Plan
 from shardwise.train.context import Restart
-from tests.launch.jobs import launched
 from tests.spec.model_folder import make_folder
 
 FAILED = Outcome({"state": "failed", "exit_code": 3, "error": "rank 1 was killed"}, "rank 1 was killed", True, 5.0)
@@ -88,14 +87,3 @@ def test_a_strategy_that_does_not_fit_what_is_left_ends_the_job(work: Work, monk
     assert outcome.message is not None
     assert outcome.message.startswith("rank 1 was killed\nno restart: ")
     assert "devices = 2" in outcome.message
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_a_job_goes_well_at_the_third_start(tmp_path: Path) -> None:
-    with launched(tmp_path, "dies_until_the_last_start", num_ranks=2, restarts=2) as job:
-        assert job.wait() == 0, job.stderr
-    assert job.stdout == "".join(f"start {number} on 2 ranks\n" for number in range(3))
-    assert "rank 1 was killed by SIGKILL, as the system does when memory runs out; restart 1 of 2" in job.stderr
-    assert "rank 1 failed: RuntimeError: the device has fallen off the bus; restart 2 of 2" in job.stderr
-    assert (job.status()["state"], job.status()["error"]) == ("done", None)

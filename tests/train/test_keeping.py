@@ -20,7 +20,7 @@ from tests.train.runs import Result, make_inputs, run
 
 pytestmark = pytest.mark.slow
 STEPS = 6
-BASE = ["train.global_batch_size=4", f"train.max_steps={STEPS}", "train.learning_rate=0.01", "tp=2", "dp_shard=2"]
+BASE = ["train.global_batch_size=4", f"train.max_steps={STEPS}", "train.learning_rate=0.01", "dp_shard=2"]
 SAVING = ["save.strategy=steps", "save.steps=2", "save.keep=2"]
 
 
