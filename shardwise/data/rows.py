@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.chat import ChatEncoder
+from shardwise.data.cut import shorten
 from shardwise.data.format import (
     FORMATS,
     IGNORED,
@@ -179,9 +180,11 @@ def _encoder(
         return lambda value: read_tokens(value, vocab_size, max_positions)
     encoder: ChatEncoder | PairEncoder
     if kind == "messages":
-        encoder = ChatEncoder(tokenizer(), run.chat_template)
+        encoder = ChatEncoder(tokenizer(), run.chat_template, run.data.loss)
+        if encoder.default_template is not None:
+            notify(f"the tokenizer has no chat template, so this one is used: {encoder.default_template!r}")
     else:
-        encoder = PairEncoder(tokenizer(), run.chat_template)
+        encoder = PairEncoder(tokenizer(), run.chat_template, run.data.loss)
         if encoder.is_plain:
             notify("the tokenizer has no chat template: a row is its question, a line break, and its answer")
 
@@ -212,24 +215,16 @@ def _sort(
             continue
         length, fingerprint = len(tokens.input_ids), _fingerprint(tokens)
         if limit.tokens is not None and length > limit.tokens:
-            cut = _cut(tokens, limit.tokens)
-            # A row that was supervised and would no longer be teaches nothing: dropped and counted.
-            emptied = num_supervised(tokens.labels) > 0 and num_supervised(cut.labels) == 0
-            fate = (
-                out.refused if on_long == "refuse" else out.dropped if on_long == "drop" or emptied else out.truncated
-            )
+            # A row whose answer would not stay whole teaches what is wrong: dropped and counted.
+            cut = shorten(tokens, limit.tokens) if on_long == "truncate" else None
+            fate = out.refused if on_long == "refuse" else out.dropped if cut is None else out.truncated
             fate[record.line] = length
-            if fate is not out.truncated:
+            if cut is None:
                 continue
             tokens = cut
         parts = tokens.input_ids, tokens.labels, tokens.position_ids
         out.rows.append(Row(len(out.rows), record.line, *parts, fingerprint))
     return out
-
-
-def _cut(tokens: Tokens, length: int) -> Tokens:
-    positions = None if tokens.position_ids is None else tokens.position_ids[:length]
-    return Tokens(tokens.input_ids[:length], tokens.labels[:length], positions)
 
 
 def _bad_rows(name: str, found: _Sorted, total: int, *, skipping: bool) -> ConfigError:

@@ -14,6 +14,8 @@ from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
+from shardwise.models.packing import check_packing
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
@@ -111,6 +113,8 @@ def build_parts(
 
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
+    if run.data.packing:
+        from_rank_0(lambda: check_packing(blueprint.model))
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
     identity = _checked_identity(run, plan, context, data_fingerprint(rows))
@@ -163,6 +167,9 @@ def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> Non
     elif num_rows < global_batch_size:
         few = f"{num_rows} rows are fewer than the global batch of {global_batch_size}"
         say(f"data: {few}: each epoch is one step with all of them")
+    if loader.settings.packing:
+        packed, unpacked = loader.fill_rates()
+        say(f"packing   {packed:.1%} of the tokens of a step are no padding; {unpacked:.1%} without packing")
 
 
 def _compiled_by_rule(

@@ -27,7 +27,6 @@ def _message(*overrides: str, **tree: Any) -> str:
 NOT_BUILT = [
     "trust_remote_code=true",
     "data.format=alpaca",
-    "data.packing=true",
     "data.val_size=0.1",
     "cp=2",
     "ep=2",
