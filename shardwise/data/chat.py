@@ -8,7 +8,6 @@ in a supervised span, so no token id depends on where a turn ends.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,9 @@ class ChatEncoder:
                 what the template writes.
         """
         check_messages(value["messages"], needs_answer=self._loss in ("assistant", "last_turn"))
-        messages, tools = plain_messages(value["messages"]), _plain_tools(value.get("tools"))
+        # Beside calls of tools there may be no text; templates test whether it is one.
+        messages = [turn if turn.get("content") is not None else turn | {"content": ""} for turn in value["messages"]]
+        tools = value.get("tools")
 
         def render(part: list[Message], add_generation_prompt: bool) -> str:
             return self._render(part, tools, add_generation_prompt)
@@ -164,48 +165,6 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
     raise ConfigError("chat_template", rule, "Give one with chat_template=FILE, or tokenise the rows yourself")
 
 
-def plain_messages(messages: list[Message]) -> list[Message]:
-    """``messages`` as templates expect them: calls of tools with their arguments as objects, and always a content.
-
-    Raises:
-        BadRow: arguments that are a text, and no JSON object in it.
-    """
-    return [_plain(number, message) for number, message in enumerate(messages, start=1)]
-
-
-def _plain(number: int, message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    plain = []
-    for call in calls:
-        function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise BadRow(
-                    f"turn {number} (assistant) calls a tool with arguments that are no JSON: {error}"
-                ) from None
-        if not isinstance(arguments, dict):
-            raise BadRow(f"turn {number} (assistant) calls a tool with arguments that are no object")
-        plain.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    return {**message, "content": message.get("content") or "", "tool_calls": plain}
-
-
-def _plain_tools(tools: Any) -> Any:
-    """What templates take: a list of objects; some data sets hold it as a text of JSON."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise BadRow(f"tools is a text that is no JSON: {error}") from None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow(f"tools is a {type(tools).__name__}, expected a list of objects")
-    return tools or None
-
-
 def check_messages(messages: Any, *, needs_answer: bool = True) -> None:
     """Raise :class:`BadRow`, with the turn counted from 1, unless this is a conversation to learn from.
 
@@ -236,23 +195,12 @@ def _check_message(name: str, message: Any) -> None:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise BadRow(f"{name} has role {role!r}; roles are {', '.join(ROLES)}")
-    calls = _check_calls(f"{name} ({role})", message.get("tool_calls"))
+    calls = message.get("tool_calls")
+    if content is None and calls:
+        return
     if content is None:
-        if calls:
-            return
         raise BadRow(f"{name} ({role}) has no content")
     if not isinstance(content, str):
         raise BadRow(f"{name} ({role}) has a {type(content).__name__} as content, expected text")
     if not content.strip() and role not in ("system", "tool") and not calls:
         raise BadRow(f"{name} ({role}) has empty content")
-
-
-def _check_calls(name: str, calls: Any) -> bool:
-    """Whether a turn calls tools."""
-    if calls in (None, []):
-        return False
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) and isinstance(calls, list) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(f'{name} has tool_calls that are no list of {{"function": {{"name", "arguments"}}}}')
-    return True

@@ -10,7 +10,8 @@ import numpy as np
 from shardwise.data.batch import START, Batch, LoaderState, stack_rows
 from shardwise.data.order import epoch_order, group_by_length, step_rows, steps_per_epoch
 from shardwise.data.pack import StepSplit, lay_out
-from shardwise.data.rows import Row, num_supervised, row_hash
+from shardwise.data.rows import Row, row_hash
+from shardwise.data.store import first_late, row_sizes
 from shardwise.errors import ConfigError
 
 
@@ -44,8 +45,7 @@ class Loader:
 
     def __init__(self, rows: Sequence[Row], settings: LoaderSettings) -> None:
         self.rows, self.settings = rows, settings
-        self._lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-        self._supervised = np.array([num_supervised(row.labels) for row in rows], dtype=np.int64)
+        self._lengths, self._supervised = row_sizes(rows)
         if settings.packing:
             _refuse_late_beginnings(rows)
         longest = int(self._lengths.max(initial=1))
@@ -169,7 +169,7 @@ class Loader:
 
 def _refuse_late_beginnings(rows: Sequence[Row]) -> None:
     """Models tell packed rows apart by positions that do not go on; one that begins later could just go on."""
-    for row in rows:
-        if row.position_ids is not None and row.position_ids[0] != 0:
-            rule = f"its positions begin at {row.position_ids[0]}, and rows are packed that begin at 0"
-            raise ConfigError(f"row of line {row.line}", rule, "Leave position_ids out, or use data.packing=false")
+    row = first_late(rows)
+    if row is not None and row.position_ids is not None:
+        rule = f"its positions begin at {row.position_ids[0]}, and rows are packed that begin at 0"
+        raise ConfigError(f"row of line {row.line}", rule, "Leave position_ids out, or use data.packing=false")

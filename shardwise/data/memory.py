@@ -56,6 +56,11 @@ def _plain_row(row: Any, name: str, number: int) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         remedy = 'Such as {"input": ..., "output": ...} or {"messages": [...]}; a GeneratorDataset names its columns'
         raise ConfigError(f"{name}, row {number}", f"is a {type(row).__name__}, expected a dictionary", remedy)
+    return plain_row(row)
+
+
+def plain_row(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """A row without what is None (a table has every key of a column in every row), arrays and tensors as lists."""
     return {str(key): _plain(value) for key, value in row.items() if value is not None}
 
 

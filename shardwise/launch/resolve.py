@@ -192,17 +192,17 @@ def write_run(run: RunConfig, plan: Plan) -> Path:
 
 
 def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
-    """Refuse data files that are not there.
+    """Refuse data files and folders that are not there.
 
     Raises:
-        ConfigError: no ``data.train``, or a path that is no file.
+        ConfigError: no ``data.train``, or a path at which nothing lies.
     """
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
     for key, name in (("data.train", run.data.train), ("data.eval", run.data.eval)):
-        if name is None or name in in_memory or local_path(name).is_file():
+        if name is None or name in in_memory or local_path(name).exists():
             continue
-        rule = "is a folder" if local_path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
+        rule = f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
 
 

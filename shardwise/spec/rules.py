@@ -18,12 +18,9 @@ from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.run import TRACKERS, RunConfig, tracker_names
 
-DATA_FORMATS = ("auto", "tokens", "messages", "pairs")
-
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
-    "data.format": DATA_FORMATS,
     "data.val_size": (None, 0.0),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
@@ -163,7 +160,7 @@ def _check_available(run: RunConfig) -> None:
         value = get(run, key)
         if value not in neutral:
             works = next((choice for choice in neutral if choice not in (None, ())), None)
-            names = ", ".join(map(str, neutral)) if key == "data.format" else str(works).lower()
+            names = str(works).lower()
             shown = (
                 f"{key} = {value.model_dump(exclude_unset=True)}"
                 if isinstance(value, BaseModel)

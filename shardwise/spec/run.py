@@ -28,6 +28,8 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 Precision = Literal["fp32", "bf16"]  # in which training computes
+# What the rows of a data file look like; auto: found by looking at them.
+DataFormat = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "pairs", "text"]
 
 
 class _Section(BaseModel):
@@ -52,7 +54,7 @@ class DataConfig(_Section):
     eval: str | None = None
     val_size: float | None = None
     max_samples: PositiveInt | None = None
-    format: str = "auto"  # which ones there are: shardwise.spec.rules
+    format: DataFormat = "auto"
     max_length: PositiveInt | None = None
     on_long: Literal["refuse", "truncate", "drop"] = "refuse"
     loss: Literal["assistant", "last_turn", "all_turns", "text"] = "assistant"

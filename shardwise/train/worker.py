@@ -37,7 +37,7 @@ from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
-from shardwise.train.setup import Blueprint, data_fingerprint, load_model, make_loader, read_rows
+from shardwise.train.setup import Blueprint, load_model, make_loader, read_rows
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -117,7 +117,7 @@ def build_parts(
         from_rank_0(lambda: check_packing(blueprint.model))
     assert run.data.train is not None
     rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
-    identity = _checked_identity(run, plan, context, data_fingerprint(rows))
+    identity = _checked_identity(run, plan, context, rows.fingerprint)
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")

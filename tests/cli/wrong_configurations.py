@@ -101,7 +101,7 @@ WRONG = [
     _row("pickled weights", "model={root}/pickled", "pytorch_model.bin", "safetensors"),
     _row("no weights", "model={root}/weightless", "safetensors", "model_init=random"),
     _row("no such data", "data.train={root}/none.jsonl", "none.jsonl", "no such file"),
-    _row("data is a folder", "data.train={root}/tiny", "data.train", "is a folder"),
+    _row("unknown format", "data.format=shargpt", "data.format = 'shargpt'", "sharegpt?"),
     _row("output of another run", "output_dir={root}/used", "is not empty", "resume=auto", "overwrite=true"),
     _row("output is a file", "output_dir={root}/rows.jsonl", "rows.jsonl", "is a file"),
     _row(

@@ -149,12 +149,12 @@ def test_a_token_that_a_merge_draws_over_the_border_holds_the_answer(tmp_path: P
         ({"messages": [{"role": "user", "content": None}]}, "turn 1 (user) has no content"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "turn 2 (assistant) has no content"),
         (conversation("user:a", "assistant: "), "turn 2 (assistant) has empty content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "list as content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "part of type 'text'"),
         (conversation("user:a"), "no turn of the assistant"),
         (conversation("user:a", "assistant:b", "user:c"), "ends with a turn of role user"),
-        (conversation("human:a", "gpt:b"), "role 'human'"),
+        (conversation("alien:a", "gpt:b"), "role 'alien'"),
         ({"messages": [{"from": "human", "value": "a"}]}, "ShareGPT"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "role ['user']"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "list as role"),
         ({"input_ids": [1, 2]}, "format tokens"),
     ],
 )
@@ -277,7 +277,7 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="leaves out the call of weather of turn 2"):
         load_one(tmp_path, make_tokenizer(CHATML), row)
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-    with pytest.raises(ConfigError, match=r"turn 1 \(assistant\) calls a tool with arguments that are no JSON"):
+    with pytest.raises(ConfigError, match=r"turn 1: the arguments of its tool call"):
         load_one(tmp_path, make_tokenizer(TOOLS), {"messages": [broken]})
 
 
