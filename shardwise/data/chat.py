@@ -8,7 +8,9 @@ in a supervised span, so no token id depends on where a turn ends.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -75,19 +77,25 @@ class ChatEncoder:
                 what the template writes.
         """
         check_messages(value["messages"], needs_answer=self._loss in ("assistant", "last_turn"))
-        # Beside calls of tools there may be no text; templates test whether it is one.
-        messages = [turn if turn.get("content") is not None else turn | {"content": ""} for turn in value["messages"]]
-        tools = value.get("tools")
+        refusal: BadRow | None = None
+        for messages in _forms(value["messages"]):
+            try:
+                return self._encode(messages, value.get("tools"), value.get("learned"))
+            except BadRow as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
+    def _encode(self, messages: list[Message], tools: Any, learned: Collection[int] | None) -> Tokens:
         def render(part: list[Message], add_generation_prompt: bool) -> str:
             return self._render(part, tools, add_generation_prompt)
 
         try:
             text = render(messages, False)
             try:
-                spans = supervised_spans(messages, text, render, self._loss, value.get("learned"))
+                spans = supervised_spans(messages, text, render, self._loss, learned)
             except TurnNotFoundError:
-                told = self._loss == "assistant" and value.get("learned") is None
+                told = self._loss == "assistant" and learned is None
                 if not told or not _MARKED.search(self._own_template(tools)):
                     raise
                 return self._by_marks(messages, tools)
@@ -163,6 +171,31 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
         return _BY_END
     rule = "the data has messages, and the tokenizer has neither a chat template nor a token that could end a turn"
     raise ConfigError("chat_template", rule, "Give one with chat_template=FILE, or tokenise the rows yourself")
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """``messages`` as templates may want them: calls beside an empty text or none, arguments as object or text.
+
+    Without calls there is one form. The first that a template takes, and leaves nothing out of, counts.
+    """
+    if not any(turn.get("tool_calls") for turn in messages):
+        yield messages
+        return
+    for as_text in (False, True):
+        for empty in ("", None):
+            yield [_form(turn, empty, as_text) if turn.get("tool_calls") else turn for turn in messages]
+
+
+def _form(turn: Message, empty: str | None, as_text: bool) -> Message:
+    calls = turn["tool_calls"]
+    if as_text:
+        functions = [call["function"] for call in calls]
+        texts = [json.dumps(function.get("arguments") or {}, ensure_ascii=False) for function in functions]
+        calls = [
+            call | {"function": function | {"arguments": text}}
+            for call, function, text in zip(calls, functions, texts, strict=True)
+        ]
+    return turn | {"content": turn.get("content") or empty, "tool_calls": calls}
 
 
 def check_messages(messages: Any, *, needs_answer: bool = True) -> None:

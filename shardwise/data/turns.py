@@ -37,12 +37,16 @@ def supervised_spans(
     Raises:
         BadRow: turns that cannot be found in ``text``.
     """
+    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if loss in ("text", "last_turn"):
+        for k in turns:
+            if messages[k].get("tool_calls"):  # templates without tools leave calls out without a word
+                assistant_span(messages, k, text, render)
     if loss == "text":
         return [(0, len(text))]
     wanted = set(range(len(messages)) if learned is None else learned)
     if loss == "all_turns":
         return _every_turn(messages, text, render, wanted)
-    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     chosen = turns[-1:] if loss == "last_turn" else turns
     return [assistant_span(messages, k, text, render) for k in chosen if k in wanted]
 
@@ -54,8 +58,7 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
         BadRow: the template writes the beginning of this conversation otherwise when more turns follow, or leaves
             out what the assistant says.
     """
-    message = messages[k]
-    content = message["content"].strip()
+    message, content = messages[k], words_of(messages[k])
     start = _start(messages[:k], content, text, render)
     end = None if start is None else _end(messages[: k + 1], content, text, start, render)
     if start is None or end is None or end <= start:
@@ -72,6 +75,11 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
     return start, end
 
 
+def words_of(message: Message) -> str:
+    """What is said in a turn, without space around it; beside calls of tools there may be no words."""
+    return (message.get("content") or "").strip()
+
+
 def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
     """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
 
@@ -84,7 +92,7 @@ def _start(before: list[Message], content: str, text: str, render: Render) -> in
     plain = render(before, False)
     if not text.startswith(plain):
         return None
-    parting = _shared(prompt, text)
+    parting = len(_whole_marks(text[: _shared(prompt, text)]))
     place = text.find(content, len(plain)) if content else -1
     return min(parting, place) if place >= 0 else parting
 
@@ -95,19 +103,27 @@ def _end(turns: list[Message], content: str, text: str, start: int, render: Rend
     if text.startswith(until):
         return len(until)
     # The template decorates a turn (with an empty thought, say) only while it is the last one. What it writes behind
-    # the words is its end: the same whatever they are, and the same must follow them in the text.
+    # the words, whatever they are, is the end of the turn, and may be that of the conversation, too: as much of it as
+    # follows them in the text.
     other = next(mark for mark in _STAND_INS if not content.endswith(mark))
     altered = render([*turns[:-1], {"role": "assistant", "content": other}], False)
     tail = until[len(until) - _shared(until[::-1], altered[::-1]) :]
-    if not tail.strip():
-        return None
     if turns[-1].get("tool_calls"):
         place = text.find(tail, text.find(content, start) + len(content))
-        return place + len(tail) if place >= 0 else None
-    place = text.find(content, start)
-    while place >= 0 and not text.startswith(tail, place + len(content)):
+        return place + len(tail) if place >= 0 and tail.strip() else None
+    place = text.find(content, start) if content else -1
+    while place >= 0:
+        end = place + len(content)
+        following = _whole_marks(tail[: _shared(tail, text[end : end + len(tail)])])
+        if following.strip() or not tail.strip():
+            return end + len(following)
         place = text.find(content, place + 1)
-    return place + len(content) + len(tail) if place >= 0 else None
+    return None
+
+
+def _whole_marks(text: str) -> str:
+    """``text`` without a mark that begins in it and does not end: ``<|end|>\n<`` is ``<|end|>\n``."""
+    return text[: text.rfind("<")] if text.rfind("<") > text.rfind(">") else text
 
 
 def _shared(one: str, other: str) -> int:
@@ -120,7 +136,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
     spans: list[Span] = []
     before = 0
     for k, message in enumerate(messages):
-        content = message["content"].strip()
+        content = words_of(message)
         if message["role"] == "assistant":
             start, end = assistant_span(messages, k, text, render)
         elif content:
