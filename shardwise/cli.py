@@ -30,6 +30,8 @@ app = typer.Typer(
 
 model_app = typer.Typer(help="What a model is made of.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+data_app = typer.Typer(help="What rows become, before training on them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -58,7 +60,7 @@ def _root() -> None:
 def train(
     settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
-    data: Annotated[str | None, typer.Option(help="training rows, a .jsonl file")] = None,
+    data: Annotated[str | None, typer.Option(help="training rows, a file or a folder")] = None,
     devices: Annotated[int | None, typer.Option(help="number of processes")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or npu")] = None,
     output_dir: Annotated[str | None, typer.Option(help="where results go")] = None,
@@ -235,6 +237,52 @@ def model_show(
         show_model(answer, results_console())
 
 
+@data_app.command("show")
+@_interruptible
+def data_show(
+    data: Annotated[str, typer.Argument(help="rows, a file or a folder; or a run.yaml that names them")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as for train")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model and its tokenizer")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="number of rows to show")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Show rows as the model sees them, what is learned of them, their lengths, and the steps that follow."""
+    from shardwise.launch.preparing import prepare_data
+    from shardwise.launch.surveying import survey
+    from shardwise.report.data import show_data
+    from shardwise.report.results import print_json, results_console
+
+    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    answer = survey(run, plan, rows, os.environ, Console(stderr=True))
+    if as_json:
+        print_json(answer)
+    else:
+        show_data(answer, results_console())
+
+
+@data_app.command("prepare")
+@_interruptible
+def data_prepare(
+    data: Annotated[str, typer.Argument(help="rows, a file or a folder; or a run.yaml that names them")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as for train")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model and its tokenizer")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="that tokenise at once; else one a core")] = None,
+) -> None:
+    """Tokenise rows ahead into the cache, where every later run with these settings finds them."""
+    from shardwise.launch.preparing import prepare_all, prepare_data
+
+    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    for folder in prepare_all(run, plan, processes, os.environ, Console(stderr=True)):
+        print(folder, flush=True)
+
+
+def _data_tree(data: str, settings: list[str], model: str | None) -> dict[str, Any]:
+    """The tree of a run whose rows are ``data``, unless that is itself a run.yaml."""
+    if data.endswith((".yaml", ".yml")):
+        return _tree([data, *settings], {"model": model})
+    return _tree(settings, {"model": model, "data.train": data})
+
+
 def _described(name: str, degrees: list[int], models_dir: str | None) -> dict[str, Any]:
     """What ``model show`` answers of a folder, or of a preset, for which nothing is imported."""
     from shardwise.spec.presets import shown_preset
@@ -283,6 +331,7 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.launch.agent import launch
     from shardwise.launch.forkserver import PRELOAD_MORE
     from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.preparing import prepare_ahead
     from shardwise.launch.resolve import prepare, write_run
     from shardwise.log import say
     from shardwise.report.answers import show_answers
@@ -299,6 +348,7 @@ def _train(tree: dict[str, Any]) -> int:
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
     try:
         show_plan(run, plan, console)
+        prepare_ahead(run, plan, os.environ)
         code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
         put_back(output_dir)

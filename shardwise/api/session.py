@@ -153,7 +153,7 @@ def meet(call: str) -> None:
 
 def _names(tree: dict[str, Any]) -> set[str]:
     data = tree.get("data", {})
-    return {data.get("train"), data.get("eval")} - {None}
+    return {name for name in (data.get("train"), data.get("eval")) if isinstance(name, str)}
 
 
 def _agree(

@@ -15,12 +15,13 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import Format
@@ -42,6 +43,17 @@ _KEPT_SECONDS = 30 * 86400.0  # a folder that nobody has opened for so long goes
 _AHEAD = 4  # chunks a process that wait for it
 Task = tuple[int, str, Format | None, list[Item]]  # number of the file, its name, its format, items that follow
 Progress = Callable[[int, float | None], None]  # (rows so far, share of the bytes or None where unknown)
+
+
+def data_folder(environ: Mapping[str, str]) -> Path | None:
+    """``shardwise/data`` in the user's cache; None for a user without a home."""
+    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
+    return None if base is None else Path(base) / "shardwise" / "data"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tokenizer_folder(source: Source) -> Path:
@@ -79,8 +91,8 @@ def find_prepared(source: Source, cache: Path | None) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def open_prepared(folder: Path) -> tuple[Rows, list[str]]:
-    """The rows of a prepared folder, mapped, and the lines that preparing them had to say.
+def open_prepared(folder: Path) -> tuple[Rows, dict[str, Any]]:
+    """The rows of a prepared folder, mapped, and what :func:`shardwise.data.rows.write_rows` said of them.
 
     Raises:
         OSError, ValueError, KeyError: it is not all there.
@@ -88,7 +100,7 @@ def open_prepared(folder: Path) -> tuple[Rows, list[str]]:
     rows, more = open_rows(folder)
     with suppress(OSError):
         os.utime(folder)  # the age of a folder is the time since it was last used
-    return rows, list(more["notes"])
+    return rows, {"notes": list(more["notes"]), "counts": dict(more["counts"])}
 
 
 def prepare(source: Source, cache: Path, processes: int, progress: Progress | None = None) -> Path:
@@ -160,7 +172,7 @@ def _write(source: Source, folder: Path, processes: int, progress: Progress | No
 
     writer = RowsWriter(folder)
     told = write_rows(source, found(), writer)
-    writer.finish([file for file, _ in parts], {"notes": told})
+    writer.finish([file for file, _ in parts], told)
 
 
 def _needs_tokenizer(source: Source) -> bool:

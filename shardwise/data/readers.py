@@ -203,7 +203,7 @@ def _cells(path: Path, file: IO[bytes], start: bytes, suffix: str) -> Iterator[I
         except StopIteration:
             return
         except csv.Error as error:
-            is_last = str(error).startswith("unexpected end")  # a quote that nothing closes takes the rest in
+            is_last = reader.line_num > line  # a quote that is not closed has taken other rows in
             yield Record(line, error=f"not a row of a table: {error}", is_last=is_last)
             continue
         if not columns:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import Format
@@ -118,19 +118,31 @@ def load_rows(
         ConfigError: a file that cannot be read, bad rows (unless ``data.on_bad_rows`` is skip), rows that are too
             long (unless ``data.on_long`` says what to do with them), or a set in which nothing can be learned.
     """
+    rows, told = survey_rows(source, tokenizer, records)
+    for line in told["notes"]:
+        notify(line)
+    return rows
+
+
+def survey_rows(
+    source: Source, tokenizer: Callable[[], PreTrainedTokenizerBase], records: Iterable[Record] | None = None
+) -> tuple[Rows, dict[str, Any]]:
+    """:func:`load_rows`, with what :func:`write_rows` says of them."""
     encode, limits, parts = source.encoder(tokenizer), source.limits, list(parts_of(source.path, records))
     found = (
         (number, file, tokenise(items, file, kind, encode, limits))
         for number, file, kind, items in chunks(parts, source.run.data.format, source.max_samples)
     )
     writer = RowsWriter()
-    for line in write_rows(source, found, writer):
-        notify(line)
-    return writer.finish([file for file, _ in parts])
+    told = write_rows(source, found, writer)
+    return writer.finish([file for file, _ in parts]), told
 
 
-def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: RowsWriter) -> list[str]:
-    """Write the rows of ``(number of the file, its name, chunk)``; what is to be said of them, in lines.
+def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: RowsWriter) -> dict[str, Any]:
+    """Write the rows of ``(number of the file, its name, chunk)``.
+
+    Returns:
+        ``notes``: what is to be said of them, in lines; ``counts``: :meth:`shardwise.data.tally.Tally.counts`.
 
     Raises:
         ConfigError: as :func:`load_rows`.
@@ -142,7 +154,8 @@ def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: 
         notes += [note for note in chunk.notes if note not in notes]  # each process has its own
     limit, skip_bad = str(source.limit), source.run.data.on_bad_rows == "skip"
     tally.check(source.name, writer.num_rows, writer.num_learned, limit, skip_bad=skip_bad)
-    return [f"{source.name}: {line}" for line in [*notes, *tally.notes(source.name, limit)]]
+    told = [f"{source.name}: {line}" for line in [*notes, *tally.notes(source.name, limit)]]
+    return {"notes": told, "counts": tally.counts()}
 
 
 def parts_of(path: Path, records: Iterable[Record] | None = None) -> Iterator[tuple[str, Iterable[Item]]]:

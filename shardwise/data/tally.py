@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.data.tokenise import Chunk
 from shardwise.errors import ConfigError
@@ -43,10 +44,12 @@ class Tally:
     refused: Fate = field(default_factory=Fate)
     dropped: Fate = field(default_factory=Fate)
     truncated: Fate = field(default_factory=Fate)
+    formats: dict[str, str] = field(default_factory=dict)  # by file
 
     def add(self, chunk: Chunk, name: str) -> None:
         """Count a chunk of the file ``name``."""
         self.num_items += chunk.num_items
+        self.formats.setdefault(name, chunk.kind or "none")
         for line, reason in chunk.bad:
             self.num_bad += 1
             if len(self.first_bad) < _SHOWN:
@@ -109,6 +112,16 @@ class Tally:
         return ConfigError(
             name, rule, "\n  ".join(["Correct them, or leave them out with data.on_bad_rows=skip:", *lines])
         )
+
+    def counts(self) -> dict[str, Any]:
+        """What is counted, as data."""
+        return {
+            "rows_read": self.num_items,
+            "formats": dict(self.formats),
+            "bad": dict(self.kinds.values()),
+            "dropped": self.dropped.count,
+            "truncated": self.truncated.count,
+        }
 
     def notes(self, name: str, limit: str) -> list[str]:
         """A line for each kind of rows that are left out or cut; ``name`` is the source's."""

@@ -47,6 +47,7 @@ class Chunk:
     truncated: list[tuple[int, int]] = field(default_factory=list)
     num_items: int = 0
     notes: list[str] = field(default_factory=list)
+    kind: Format | None = None
 
 
 def num_supervised(labels: np.ndarray) -> int:
@@ -72,7 +73,7 @@ def tokenise(items: Sequence[Item], name: str, kind: Format | None, encode: RowE
     Raises:
         ConfigError: an encoding other than UTF-8, or rows for which there is no tokenizer or template.
     """
-    chunk = Chunk(num_items=len(items))
+    chunk = Chunk(num_items=len(items), kind=kind)
     for item in items:
         record = parse(item, name)
         try:

@@ -30,7 +30,7 @@ from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
-from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
+from shardwise.spec.run import LoraConfig, RunConfig, data_sources, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text
 from shardwise.train.identity import check_resume
@@ -43,8 +43,9 @@ _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_INPUT_KEYS = ("tokenizer", "chat_template", "data.train", "data.eval")
-_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir", "strategy.plan")
+_INPUT_KEYS = ("tokenizer", "chat_template")
+_PATH_KEYS = ("model", "tokenizer", "models_dir", "resume", "output_dir", "strategy.plan")
+_DATA_KEYS = ("data.train", "data.eval")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
@@ -62,8 +63,8 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     """
     tree, notes = translate(tree)
     run = parse_run(tree)
-    for key in _PATH_KEYS:
-        check_path(key, get(run, key))
+    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
+        check_path(key, name)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     is_check = command == "check"  # it reads no weights, and runs on the CPU
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
@@ -199,11 +200,16 @@ def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
     """
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
-    for key, name in (("data.train", run.data.train), ("data.eval", run.data.eval)):
-        if name is None or name in in_memory or local_path(name).exists():
+    for key, name in _data_paths(run):
+        if name in in_memory or local_path(name).exists():
             continue
         rule = f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
+
+
+def _data_paths(run: RunConfig) -> list[tuple[str, str]]:
+    """``(key, path)`` of every source of rows."""
+    return [(key, source.path) for key in _DATA_KEYS for source in data_sources(get(run, key))]
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -265,8 +271,8 @@ def _is_ours(output: Path) -> bool:
 
 
 def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
-    inputs = {"model": str(model_folder), **{key: get(run, key) for key in _INPUT_KEYS}}
-    for key, name in inputs.items():
+    inputs = [("model", str(model_folder)), *((key, get(run, key)) for key in _INPUT_KEYS), *_data_paths(run)]
+    for key, name in inputs:
         if name is None or not is_path(name):  # a chat template may be its own text
             continue
         path, value = local_path(name).resolve(), f"output_dir = {run.output_dir!r}"

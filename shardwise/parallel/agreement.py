@@ -12,6 +12,13 @@ from shardwise.errors import ShardwiseError
 T = TypeVar("T")
 
 
+def on_all_ranks(holds: bool) -> bool:
+    """Whether something holds on every rank; the same answer on all of them."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, holds)
+    return all(box)
+
+
 def from_rank_0(make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, on every rank; the other ranks do not call it.
 

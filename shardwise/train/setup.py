@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,15 +14,12 @@ from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
-from shardwise.data.memory import MemoryData, memory_records
-from shardwise.data.rows import Row, Rows, Source, load_rows
+from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta
 from shardwise.models.describe import describe_sizes
 from shardwise.models.init import distributions, fill_random
 from shardwise.models.lora import Adapters, find_adapters
 from shardwise.models.structure import find_structure
-from shardwise.models.tokenizer import load_tokenizer
-from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
@@ -130,35 +127,6 @@ def declared_dtype(folder: Path) -> torch.dtype:
     declared = AutoConfig.from_pretrained(folder).dtype
     dtype = getattr(torch, declared) if isinstance(declared, str) else declared
     return dtype or torch.float32
-
-
-def read_rows(
-    path: str,
-    run: RunConfig,
-    plan: Plan,
-    say: Callable[[str], None],
-    memory: MemoryData | None = None,
-    max_samples: int | None = None,
-) -> Rows:
-    """The rows of a data file, read and tokenised once, by rank 0, and handed to all.
-
-    ``path`` may be a name that ``memory`` gives a data set to; only rank 0's is looked at.
-
-    Raises:
-        ShardwiseError: rank 0's refusal, on every rank.
-    """
-    memory = memory or MemoryData()
-
-    def read() -> Rows:
-        known = path in memory.datasets
-        return load_rows(
-            Source(Path(path), run, plan.model.vocab_size, plan.model.max_position_embeddings, max_samples),
-            lambda: memory.tokenizer or load_tokenizer(Path(run.tokenizer or run.model)),
-            memory_records(memory.datasets[path], path, max_samples) if known else None,
-            say,
-        )
-
-    return from_rank_0(read)
 
 
 def make_loader(rows: Sequence[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> Loader:

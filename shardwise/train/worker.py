@@ -14,6 +14,7 @@ from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
+from shardwise.data.prepared import data_folder, num_cores
 from shardwise.models.packing import check_packing
 from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
@@ -28,6 +29,7 @@ from shardwise.tensor.cache import TableCache, cache_folder
 from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
+from shardwise.train.data import DataReader
 from shardwise.train.early_stopping import EarlyStopping
 from shardwise.train.identity import RunIdentity, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
@@ -37,7 +39,7 @@ from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
-from shardwise.train.setup import Blueprint, load_model, make_loader, read_rows
+from shardwise.train.setup import Blueprint, load_model, make_loader
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -116,7 +118,8 @@ def build_parts(
     if run.data.packing:
         from_rank_0(lambda: check_packing(blueprint.model))
     assert run.data.train is not None
-    rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
+    reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
+    rows, apart = reader.train_rows()
     identity = _checked_identity(run, plan, context, rows.fingerprint)
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
@@ -126,7 +129,7 @@ def build_parts(
         if context.rank == 0:
             (context.output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     _say_what_becomes_of_rows(loader, say)
-    eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
+    eval_rows = reader.eval_rows() or apart
     meter = MemoryMeter(device)
     was_measured = plan.model.measured
     loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(cache_folder(os.environ)))

@@ -101,6 +101,7 @@ WRONG = [
     _row("pickled weights", "model={root}/pickled", "pytorch_model.bin", "safetensors"),
     _row("no weights", "model={root}/weightless", "safetensors", "model_init=random"),
     _row("no such data", "data.train={root}/none.jsonl", "none.jsonl", "no such file"),
+    _row("rows set apart twice", "data.val_size=0.5;data.eval={root}/rows.jsonl", "data.val_size = 0.5", "one of them"),
     _row("unknown format", "data.format=shargpt", "data.format = 'shargpt'", "sharegpt?"),
     _row("output of another run", "output_dir={root}/used", "is not empty", "resume=auto", "overwrite=true"),
     _row("output is a file", "output_dir={root}/rows.jsonl", "rows.jsonl", "is a file"),
