@@ -17,7 +17,7 @@ import jinja2
 import numpy as np
 
 from shardwise.data.format import IGNORED, BadRow, Tokens
-from shardwise.data.turns import REFUSALS, Message, Span, TurnNotFoundError, supervised_spans
+from shardwise.data.turns import REFUSALS, Message, Span, TurnNotFoundError, supervised_spans, words_of
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import leading_bos
 from shardwise.spec.template import template_text
@@ -99,7 +99,10 @@ class ChatEncoder:
                 if not told or not _MARKED.search(self._own_template(tools)):
                     raise
                 return self._by_marks(messages, tools)
-            return self._tokenise(text, spans)
+            end = self._missing_end(text, messages[-1])
+            if end:
+                spans = [(start, stop + len(end) if stop == len(text) else stop) for start, stop in spans]
+            return self._tokenise(text + end, spans)
         except BadRow:
             raise
         except REFUSALS as error:
@@ -126,6 +129,15 @@ class ChatEncoder:
             tokenize=False,
         )
         return str(text)
+
+    def _missing_end(self, text: str, last: Message) -> str:
+        """The end-of-sequence token where the template writes nothing behind the last answer; else nothing.
+
+        Without one the model would not learn to stop.
+        """
+        eos, words, written = self._tokenizer.eos_token, words_of(last), text.rstrip()
+        is_missing = last["role"] == "assistant" and words and written.endswith(words) and eos is not None
+        return str(eos) if is_missing and not written.endswith(str(eos)) else ""
 
     def _by_marks(self, messages: list[Message], tools: Any) -> Tokens:
         """By the template's own marks, where it writes earlier turns otherwise than the last one."""

@@ -112,6 +112,7 @@ def test_the_loss_ends_with_the_turn_also_without_a_mark(tmp_path: Path) -> None
     row = load_one(tmp_path, tokenizer, conversation("user:4", "assistant:Hello", "user:2", "assistant:you"))
     tokens = zip(tokenizer.convert_ids_to_tokens(row.input_ids.tolist()), row.labels.tolist(), strict=True)
     assert [token for token, label in tokens if label == -100] == ["4", "2"]
+    assert row.input_ids[-1] == row.labels[-1] == tokenizer.eos_token_id  # or the model would not learn to stop
 
 
 @pytest.mark.parametrize("printed", [False, True])
@@ -136,8 +137,8 @@ def test_a_token_that_a_merge_draws_over_the_border_holds_the_answer(tmp_path: P
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     row = load_one(tmp_path, tokenizer, conversation("user:Hel", "assistant:lo there"))
     answered = tokenizer.decode(row.labels[row.labels != -100])
-    assert "Hello there".endswith(answered)
-    assert answered.endswith("lo there")
+    assert "Hello there</s>".endswith(answered)
+    assert answered.endswith("lo there</s>")
 
 
 @pytest.mark.parametrize(
