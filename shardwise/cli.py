@@ -159,18 +159,31 @@ def export(
 @_interruptible
 def estimate_runs(
     runs: Annotated[str, typer.Option(help="a CSV file, one configuration a row")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="profile to write for plan --cluster, its software stack fitted to these runs")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Predict step time and memory of given configurations, and compare them with what was measured."""
     from shardwise.planner.accuracy import answer, predict, read_rows
-    from shardwise.report.estimates import show_estimates
+    from shardwise.report.estimates import show_calibration, show_estimates
     from shardwise.report.results import print_json, results_console
 
-    found = answer(predict(read_rows(runs)))
+    predictions = predict(read_rows(runs))
+    found = answer(predictions)
+    if calibrate is not None:
+        from shardwise.launch.planning import save_profile
+        from shardwise.planner.calibrate import calibrate as fit
+
+        fitted = fit(predictions)
+        save_profile(fitted.cluster, calibrate)
+        found["calibration"] = fitted.answer()
     if as_json:
         print_json(found)
-    else:
-        show_estimates(found, results_console())
+        return
+    show_estimates(found, results_console())
+    if calibrate is not None:
+        show_calibration(found["calibration"], calibrate, results_console())
 
 
 @app.command("plan")
@@ -191,13 +204,14 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Find the fastest split of a model over devices that need not be here, and say why."""
-    from shardwise.launch.planning import make_job, save_page, save_plan
+    from shardwise.launch.planning import check_outputs, make_job, save_page, save_plan
     from shardwise.planner.explain import answer, what_would_change
     from shardwise.planner.search import search
     from shardwise.report.plan_page import plan_page
     from shardwise.report.plans import show_plans, show_reasons
     from shardwise.report.results import print_json, results_console
 
+    check_outputs(output, html)
     tree = _tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
     job = make_job(tree, os.environ, memory)
     found = search(job, top)

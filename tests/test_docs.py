@@ -29,7 +29,7 @@ from shardwise.spec.run import LoraConfig, RunConfig
 from tests.check.commands import checks_a_plan, shows_a_model
 from tests.fixtures import make_model, make_rows
 from tests.parallel.lora_harness import make_adapter
-from tests.planner.commands import estimates_runs, plans_a_model
+from tests.planner.commands import calibrates, estimates_runs, plans_a_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
@@ -250,6 +250,7 @@ COMMANDS: dict[str, Check] = {
     f"{PLAIN_RUN} tp=2 sequence_parallel=true": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=interleaved virtual_stages=2": is_valid_run,
+    f"{PLAIN_RUN} pp=2 schedule=zero_bubble": is_valid_run,
     f"{PLAIN_RUN} train.compile=true": is_valid_where_there_is_a_compiler,
     f"{PLAIN_RUN} pp=2 dp_shard=2": is_valid_run,
     "shardwise train run.yaml": is_valid_run,
@@ -281,6 +282,7 @@ COMMANDS: dict[str, Check] = {
     f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
     "shardwise estimate --runs runs.csv": estimates_runs,
     "shardwise estimate --runs runs.csv --json": estimates_runs,
+    "shardwise estimate --runs runs.csv --calibrate mine.json": calibrates,
     "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 16": plans_a_model,
     "shardwise plan --model llama2-7b --cluster a100-80gb --devices 16 --fix tp=2 "
     "train.global_batch_size=64 data.max_length=2048": plans_a_model,

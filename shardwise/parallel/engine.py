@@ -127,6 +127,8 @@ class PipelineEngine:
                 input_args=_border(stage, shapes, backward, incoming=True),
                 output_args=_border(stage, shapes, backward, incoming=False),
                 group=self.group,
+                # Torch's own split runs the graph twice, recomputation and custom functions included.
+                dw_builder=None if stage.deferred is None else stage.deferred.take,
             )
             for stage in self.stages
         ]
@@ -170,7 +172,12 @@ def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool
 
 
 def _torch_actions(lists: ActionLists) -> dict[int, list[_Action | None]]:
-    kinds = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL_BACKWARD}
+    kinds = {
+        "forward": _ComputationType.FORWARD,
+        "backward": _ComputationType.FULL_BACKWARD,
+        "backward_input": _ComputationType.BACKWARD_INPUT,
+        "backward_weight": _ComputationType.BACKWARD_WEIGHT,
+    }
     return {
         rank: [_Action(action.stage, kinds[action.kind], action.micro_batch) for action in actions]
         for rank, actions in lists.items()

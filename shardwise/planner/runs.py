@@ -98,6 +98,9 @@ def read_run(row: Row) -> Run:
     if rows % (dp * micro_batch):
         raise SkippedRow(f"{rows} rows are no multiple of dp x micro_batch = {dp * micro_batch}")
     _check(costs, tp, pp)
+    devices = _count(row, "num_devices", 0)
+    if devices and devices != tp * pp * cp * dp:
+        raise SkippedRow(f"num_devices = {devices} is not tp x pp x cp x dp = {tp * pp * cp * dp}")
     ep = _count(row, "ep", 1) if shape.experts else 1
     layout = _layout(row, Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, micro_batch=micro_batch), shape.num_blocks)
     layout = replace(layout, num_micro_batches=rows // (dp * micro_batch), expert_tensor=ep <= dp * cp)

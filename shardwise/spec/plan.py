@@ -138,6 +138,9 @@ def _check_stages(strategy: Strategy, num_blocks: int) -> None:
         rule = f"a rank has several stages under the schedule interleaved and pp above 1 alone (pp is {strategy.pp})"
         value = f"plan with schedule {schedule} and virtual_stages = {virtual}"
         raise PlanError(value, rule, "Make the plan again")
+    if schedule == "zero_bubble" and strategy.pp < 2:
+        rule = "puts off gradients of weights to where a pipeline would wait"
+        raise PlanError(f"plan with schedule {schedule} and pp = {strategy.pp}", rule, "Make the plan again")
     if len(stages) != strategy.num_stages or sum(stages) != num_blocks or min(stages) < 1:
         rule = f"must be {strategy.num_stages} numbers above 0 that sum to the model's {num_blocks} blocks"
         raise PlanError(f"plan with stages {list(stages)}", rule, "Make the plan again")

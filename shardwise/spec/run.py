@@ -127,7 +127,7 @@ class StrategyConfig(_Section):
     cp: PositiveInt | None = None
     ep: PositiveInt | None = None
     sequence_parallel: bool = False
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     virtual_stages: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
     gradient_aggregation_group: PositiveInt | None = None
