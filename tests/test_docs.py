@@ -27,6 +27,7 @@ from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig, RunConfig
 from tests.check.commands import checks_a_plan, shows_a_model
+from tests.data.commands import prepares_data, shows_data
 from tests.fixtures import make_model, make_rows
 from tests.parallel.lora_harness import make_adapter
 from tests.planner.commands import calibrates, estimates_runs, plans_a_model
@@ -293,6 +294,9 @@ COMMANDS: dict[str, Check] = {
     "shardwise model show llama2-70b": shows_a_model,
     f"{PLAIN_RUN} strategy.plan=plan.json": runs_a_plan,
     "shardwise model show DIR --tp 2 --json": shows_a_model,
+    "shardwise data show FILE.jsonl --model DIR": shows_data,
+    "shardwise data show run.yaml --rows 1 --json": shows_data,
+    "shardwise data prepare run.yaml": prepares_data,
 }
 
 

@@ -79,7 +79,7 @@ def prepare_shown(source: Source, cache: Path, processes: int, console: Console)
         def tell(rows: int, share: float | None) -> None:
             if rows >= 10 * told[0] or rows - told[0] >= 100_000:
                 told[0] = rows
-                console.print(f"{source.name}: {rows} rows tokenised", markup=False, highlight=False)
+                console.print(f"{source.name}: {rows} rows tokenised", markup=False, highlight=False, soft_wrap=True)
 
         return prepare(source, cache, processes, tell)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

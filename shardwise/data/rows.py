@@ -125,17 +125,20 @@ def load_rows(
 
 
 def survey_rows(
-    source: Source, tokenizer: Callable[[], PreTrainedTokenizerBase], records: Iterable[Record] | None = None
+    source: Source,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    records: Iterable[Record] | None = None,
+    folder: Path | None = None,
 ) -> tuple[Rows, dict[str, Any]]:
-    """:func:`load_rows`, with what :func:`write_rows` says of them."""
+    """:func:`load_rows`, with what :func:`write_rows` says of them; into ``folder``, if one is given."""
     encode, limits, parts = source.encoder(tokenizer), source.limits, list(parts_of(source.path, records))
     found = (
         (number, file, tokenise(items, file, kind, encode, limits))
         for number, file, kind, items in chunks(parts, source.run.data.format, source.max_samples)
     )
-    writer = RowsWriter()
+    writer = RowsWriter(folder)
     told = write_rows(source, found, writer)
-    return writer.finish([file for file, _ in parts]), told
+    return writer.finish([file for file, _ in parts], told), told
 
 
 def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: RowsWriter) -> dict[str, Any]:

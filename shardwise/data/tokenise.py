@@ -12,8 +12,8 @@ from shardwise.data.convert import read_row
 from shardwise.data.cut import shorten
 from shardwise.data.detect import check_format, format_of
 from shardwise.data.encode import RowEncoder
-from shardwise.data.format import IGNORED, BadRow, Format, Tokens
-from shardwise.data.source import Item, parse
+from shardwise.data.format import IGNORED, BadRow, Format, Sample, Tokens
+from shardwise.data.source import Item, Record, parse
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,31 @@ def tokenise(items: Sequence[Item], name: str, kind: Format | None, encode: RowE
         ConfigError: an encoding other than UTF-8, or rows for which there is no tokenizer or template.
     """
     chunk = Chunk(num_items=len(items), kind=kind)
-    for item in items:
-        record = parse(item, name)
-        try:
-            if record.error:
-                raise BadRow(record.error)
-            check_format(record.value, kind)
-            assert kind is not None
-            tokens = encode(read_row(record.value, kind, limits.vocab_size, limits.max_positions))
-        except BadRow as error:
-            chunk.bad.append((record.line, str(error)))
-            if record.is_last:
-                chunk.hopeless = chunk.bad[-1]
+    records = [parse(item, name) for item in items]
+    read = [_read(record, kind, limits) for record in records]
+    encoded = iter(encode.many([row for row in read if not isinstance(row, BadRow)]))
+    for record, row in zip(records, read, strict=True):
+        tokens = row if isinstance(row, BadRow) else next(encoded)
+        if not isinstance(tokens, BadRow):
+            _add(chunk, record.line, tokens, limits)
             continue
-        _add(chunk, record.line, tokens, limits)
+        chunk.bad.append((record.line, str(tokens)))
+        if record.is_last:
+            chunk.hopeless = chunk.bad[-1]
     chunk.notes, encode.notes = encode.notes, []
     return chunk
+
+
+def _read(record: Record, kind: Format | None, limits: Limits) -> Sample | BadRow:
+    """A record in the inner form, or why it has none."""
+    try:
+        if record.error:
+            raise BadRow(record.error)
+        check_format(record.value, kind)
+        assert kind is not None
+        return read_row(record.value, kind, limits.vocab_size, limits.max_positions)
+    except BadRow as error:
+        return error
 
 
 def _add(chunk: Chunk, line: int, tokens: Tokens, limits: Limits) -> None:

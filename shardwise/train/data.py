@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from shardwise.data.child import ready
 from shardwise.data.memory import MemoryData, memory_records
 from shardwise.data.mixing import combine, sources_of
 from shardwise.data.prepared import open_prepared, tokenizer_folder
-from shardwise.data.rows import Rows, Source, load_rows
+from shardwise.data.rows import Rows, Source, load_rows, survey_rows
+from shardwise.data.source import Record
 from shardwise.data.store import joined
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import load_tokenizer
@@ -21,6 +26,7 @@ from shardwise.spec.run import RunConfig, Sources, data_sources
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_FEW_ROWS = 10_000  # of a script's data set, which each rank holds
 Say = Callable[[str], None]
 
 
@@ -81,6 +87,13 @@ class DataReader:
         if isinstance(found, Rows):
             return found
         try:
+            return self._opened(source, found)
+        finally:
+            if source.name in self._memory.datasets and dist.get_rank() == 0:
+                shutil.rmtree(found, ignore_errors=True)  # what is mapped stays until the last rank lets it go
+
+    def _opened(self, source: Source, found: Path) -> Rows:
+        try:
             rows, told = open_prepared(found)
         except (OSError, ValueError, KeyError):
             rows, told = None, {"notes": []}
@@ -96,13 +109,27 @@ class DataReader:
         """On rank 0: the rows, or the folder that they have been prepared in."""
         path, memory = source.name, self._memory
         if path in memory.datasets:
-            records = memory_records(memory.datasets[path], path, source.max_samples)
-            return load_rows(source, lambda: self._tokenizer(source), records, self._say)
+            dataset = memory.datasets[path]
+            records = memory_records(dataset, path, source.max_samples)
+            if self._cache is None or (hasattr(dataset, "__len__") and len(dataset) <= _FEW_ROWS):
+                return load_rows(source, lambda: self._tokenizer(source), records, self._say)
+            return self._spill(source, records, self._cache)
         if memory.tokenizer is None:
             folder = ready(source, self._cache, self._processes, self._say)
             if folder is not None:
                 return folder
         return load_rows(source, lambda: self._tokenizer(source), None, self._say)
+
+    def _spill(self, source: Source, records: Iterable[Record], cache: Path) -> Path:
+        """Rows of memory, tokenised one after the other into a folder of this run alone."""
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=cache, prefix=".held-"))
+        try:
+            survey_rows(source, lambda: self._tokenizer(source), records, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
 
     def _tokenizer(self, source: Source) -> PreTrainedTokenizerBase:
         own: PreTrainedTokenizerBase | None = self._memory.tokenizer

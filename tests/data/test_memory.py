@@ -55,7 +55,7 @@ def generate() -> Iterator[dict[str, Any]]:
     ids=["list", "tuple", "torch", "function", "generator", "arrays", "numpy scalars"],
 )
 def test_every_kind_of_data_set_gives_the_same_records(dataset: Any) -> None:
-    assert memory_records(dataset, "rows") == [Record(1, ROWS[0]), Record(2, ROWS[1])]
+    assert list(memory_records(dataset, "rows")) == [Record(1, ROWS[0]), Record(2, ROWS[1])]
 
 
 def test_a_data_set_without_end_is_cut_at_max_records() -> None:
@@ -63,7 +63,7 @@ def test_a_data_set_without_end_is_cut_at_max_records() -> None:
         while True:
             yield ROWS[0]
 
-    assert len(memory_records(endless, "rows", 3)) == 3
+    assert len(list(memory_records(endless, "rows", 3))) == 3
 
 
 def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
@@ -74,7 +74,7 @@ def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
         {"input_ids": [1, 2], "messages": None},
     ]
     called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    assert memory_records(table, "rows") == [
+    assert list(memory_records(table, "rows")) == [
         Record(1, {"messages": [{"role": "user", "content": "2 + 3?"}, called]}),
         Record(2, {"input_ids": [1, 2]}),
     ]
@@ -91,7 +91,7 @@ def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
 )
 def test_what_is_no_data_set(dataset: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        memory_records(dataset, "rows")
+        list(memory_records(dataset, "rows"))
     for word in words:
         assert word in str(error.value)
 
