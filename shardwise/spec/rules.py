@@ -23,7 +23,6 @@ BEST_METRICS = ("eval_loss",)
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
-    "data.packing": (False,),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
 }
@@ -224,6 +223,21 @@ def _check_length(run: RunConfig) -> None:
     )
 
 
+def _check_packing(run: RunConfig) -> None:
+    _refuse(
+        not (run.data.group_by_length and run.data.packing),
+        "data.group_by_length = true with data.packing = true",
+        "both are against padding, and packing leaves none to group for",
+        "Give one of them",
+    )
+    _refuse(
+        run.data.shuffle or not run.data.group_by_length,
+        "data.group_by_length = true with data.shuffle = false",
+        "it changes the order of the rows, which is to be that of the file",
+        "Give one of them",
+    )
+
+
 def _check_optimizer(run: RunConfig) -> None:
     """An option of the other optimizer would be ignored; nothing is ignored silently."""
     train = run.train
@@ -402,6 +416,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_schedule, _check_length, _check_optimizer, _check_compile),
-    *(_check_save, _check_data, _check_eval, _check_lora, _check_log),
+    *(_check_available, _check_batch, _check_schedule, _check_length, _check_packing, _check_optimizer),
+    *(_check_compile, _check_save, _check_data, _check_eval, _check_lora, _check_log),
 )

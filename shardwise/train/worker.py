@@ -15,6 +15,8 @@ from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
 from shardwise.data.prepared import data_folder, num_cores
+from shardwise.models.packing import check_packing
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
@@ -29,7 +31,7 @@ from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.data import DataReader
 from shardwise.train.early_stopping import EarlyStopping
-from shardwise.train.identity import RunIdentity, after_restart, chosen_checkpoint
+from shardwise.train.identity import RunIdentity, after_restart, check_order, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
@@ -117,6 +119,8 @@ def build_parts(
 
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
+    if run.data.packing:
+        from_rank_0(lambda: check_packing(blueprint.model))
     assert run.data.train is not None
     reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
     rows, apart = reader.train_rows()
@@ -159,7 +163,9 @@ def _checked_identity(run: RunConfig, plan: Plan, context: WorkerContext, data: 
     identity = RunIdentity(plan.model.hash, run.train.optimizer, data)
     checkpoint = chosen_checkpoint(run, context.output_dir / CHECKPOINTS)
     if checkpoint is not None:
-        identity.check(saved_state(checkpoint)["identity"], checkpoint, ("model", "optimizer", "data"))
+        saved = saved_state(checkpoint)
+        identity.check(saved["identity"], checkpoint, ("model", "optimizer", "data"))
+        check_order(saved, run, checkpoint)
     return identity
 
 
@@ -170,6 +176,9 @@ def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> Non
     elif num_rows < global_batch_size:
         few = f"{num_rows} rows are fewer than the global batch of {global_batch_size}"
         say(f"data: {few}: each epoch is one step with all of them")
+    if loader.settings.packing:
+        packed, unpacked = loader.fill_rates()
+        say(f"packing   {packed:.1%} of the tokens of a step are no padding; {unpacked:.1%} without packing")
 
 
 def _compiled_by_rule(

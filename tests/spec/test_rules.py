@@ -26,7 +26,6 @@ def _message(*overrides: str, **tree: Any) -> str:
 # Every key of the contract whose feature is not built yet, with a value that asks for it.
 NOT_BUILT = [
     "trust_remote_code=true",
-    "data.packing=true",
     "cp=2",
     "ep=2",
     "recompute=selective",
