@@ -191,10 +191,44 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
         "level": np.full(width, RECOMPUTE_LEVELS.index(layout.recompute)),
         "seconds": seconds,
         "need": need,
+        "bound": np.maximum(rows["bound"], _least_seconds(job, layout, rows, rates, held)),
     }
     # Full recompute of no block is another spelling of none.
     same = share > 0 if layout.recompute == "full" and "recompute" not in job.fixed else np.ones(width, dtype=bool)
     return {name: column[same] for name, column in (rows | found).items()}
+
+
+def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
+    """Seconds that no cut into stages and no number of recomputed blocks can be below.
+
+    The slowest rank takes at least as long as the ranks' mean. Traffic that computing does not hide, and the
+    optimizer's step, are convex in what a rank holds, so their mean is at least what an average rank has. A rank's
+    first micro-batch comes when those before it have run at least a block of it, and its last gradient takes as long
+    back; with one stage a rank they run all of it.
+    """
+    work, cluster, pp = job.work, job.cluster, rows["pp"]
+    certain = layout.recompute == "selective" or job.fixed.get("recompute") == "full"
+    forward, backward = rates.forward, rates.backward + (rates.again if certain else 0.0)
+    blocks, rest = job.costs.num_blocks, rates.first + rates.last
+    sums: Any = 0.0
+    if layout.zero == 3:
+        traffic = [
+            (times / blocks, sharded_terms((kind, 1, layout.recompute), layout, work, cluster))
+            for kind, times in _kinds(job)
+        ]
+        gathers, both = (sum(share * terms[index] for share, terms in traffic) for index in (0, 1))
+        forward = forward + exposed(gathers, forward, work.overlap_data)
+        backward = backward + exposed(both, backward, work.overlap_data)
+    else:
+        sent, gathered = data_seconds(held, layout, work, cluster)
+        beside = (blocks * (rates.forward + rates.backward + rates.again) + rest) / pp
+        sums = exposed(sent, beside, work.overlap_data) + exposed(gathered, beside, work.overlap_data)
+    block = forward + backward
+    everything, number = blocks * block + rest, rows["number"]
+    sent_on = rates.forward + rates.backward - rates.waiting * rows["halves"]
+    mean = number * everything / pp + sums + optimizer_seconds(held, layout, work, cluster)
+    fill = number * everything / pp + (pp - 1) / 2 * sent_on
+    return np.maximum(mean, fill)
 
 
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
