@@ -170,8 +170,7 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
 
 def device_type(cluster: ClusterSpec) -> DeviceType:
     """What torch calls the devices of a profile."""
-    name = cluster.name
-    return "npu" if name.startswith("ascend") else "cpu" if name.startswith("cpu") else "cuda"
+    return cluster.device_type
 
 
 def parse_bytes(key: str, text: str) -> float:

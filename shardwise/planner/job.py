@@ -26,6 +26,7 @@ class Job:
         devices: at most so many are used.
         rows: of an optimizer step (G).
         memory_bytes: of a device; 0: what the profile says.
+        all_devices: no fewer than ``devices`` are used.
     """
 
     model: ModelSpec
@@ -36,6 +37,7 @@ class Job:
     work: Work
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: float = 0.0
+    all_devices: bool = False
 
     @property
     def limit_bytes(self) -> float:

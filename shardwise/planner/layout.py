@@ -77,6 +77,7 @@ class Work:
         expert_operators: kernels that are started for each expert of a rank; 0 where one kernel takes all.
         counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, or all that the
             device has given away.
+        base_bytes: of a device before the model: context, libraries' workspaces, communicators.
         host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
     """
 
@@ -97,4 +98,5 @@ class Work:
     expert_traffic: float = 1.0
     expert_operators: float = 0.0
     counted: Literal["tensors", "allocator", "device"] = "device"
+    base_bytes: float = 1.5 * 2**30
     host_bytes: float = 0.0

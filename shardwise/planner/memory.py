@@ -16,7 +16,6 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
 
 _SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
-_BASE_BYTES = 1.5 * 2**30  # context, libraries' workspaces, communicators
 
 
 def rank_memory(
@@ -41,7 +40,7 @@ def rank_memory(
     if work.counted != "tensors":
         terms["slack"] = _SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     if work.counted == "device":
-        terms["base"] = _BASE_BYTES
+        terms["base"] = work.base_bytes
     return {name: float(value) for name, value in terms.items()}
 
 

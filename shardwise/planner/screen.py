@@ -17,7 +17,7 @@ from shardwise.planner.compute import amount_bytes, part_passes, rank_tokens, to
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import _BASE_BYTES, _SLACK
+from shardwise.planner.memory import _SLACK
 from shardwise.planner.parts import Placed
 from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_virtual_stages
 from shardwise.spec.block import RECOMPUTE_LEVELS, Amount, PartCosts, RecomputeLevel
@@ -91,7 +91,7 @@ def groups_of(job: Job, space: Space) -> list[Group]:
                 rates = _few_rates(job, few, len(first))
                 free, ends = rates.forward + rates.backward, rates.first + rates.last
                 middle = (job.costs.num_blocks * free + ends)[cell] / rows["pp"]
-                bound = number * np.maximum(middle, (free + rates.last)[cell])
+                bound = number * np.maximum(middle, (free + rates.last)[cell] / job.cluster.chip.shared)
                 order = np.argsort(bound, kind="stable")
                 more = {"cell": cell, "number": number, "bound": bound}
                 columns = {name: column[order] for name, column in (rows | more).items()}
@@ -177,7 +177,10 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
     fill = (everything - slowest) * (rows["pp"] - 1) / rows["pp"] / rows["v"] + 2 * (rows["pp"] - 1) * hop
     fill = np.where(rows["v"] > 1, (rows["pp"] - 1) * everything / rows["pp"] / rows["v"] + 2 * rows["pp"] * hop, fill)
     # Wrapped: fewer passes wait for each other where a rank has several stages.
-    seconds = number * slowest + fill + sums + optimizer_seconds(held, layout, job.work, job.cluster)
+    seconds = number * slowest + fill
+    if job.cluster.chip.shared > 1:  # as shardwise.planner.cost has it
+        seconds = np.maximum(seconds / job.cluster.chip.shared, number * everything / rows["pp"])
+    seconds = seconds + sums + optimizer_seconds(held, layout, job.work, job.cluster)
     width = len(rows["tp"])
     found = {
         "sp": np.full(width, layout.sequence_parallel),
@@ -270,7 +273,7 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
         for size in sizes[1:]:
             largest = np.maximum(largest, size)
         gathered = largest * (2 * job.work.sent_weight_bytes + job.work.sent_gradient_bytes)
-    base = _BASE_BYTES + gathered + rates.workspace * slack
+    base = job.work.base_bytes + gathered + rates.workspace * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
     first = first + np.where(pp == 1, rates.saved_last * slack, 0.0)
     last = base + ends[1] + rates.saved_last * slack

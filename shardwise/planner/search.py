@@ -14,6 +14,7 @@ from shardwise.planner.space import Columns, enumerate_space
 from shardwise.planner.sweep import REFINED, Sweep, candidate_of, not_runnable
 from shardwise.units import format_bytes
 
+NOTHING_LEGAL = "no split is legal"
 _MOST_REFINED = 160
 _NEAR = 1.02  # and further ones whose guess is as near to the best as this
 _GROWTH = (2, 4, 8, 16, 32, 64)
@@ -33,13 +34,13 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
     most = job.devices
     per_row: float | None = None
     while most >= 1:
-        space = enumerate_space(job, most // 2, most)
+        space = enumerate_space(job, most - 1 if job.all_devices else most // 2, most)
         sweep.run(space)
         found, looked_at, least = _refine_best(job, sweep, top)
         plans, refined = _best(plans + found, top), refined + looked_at
         bound = min(bound, least)
         most //= 2
-        if not most or (not plans and most < job.devices // 4):
+        if not most or job.all_devices or (not plans and most < job.devices // 4):
             break
         if plans:
             per_row = least_device_seconds(job, _cells(space.columns)) if per_row is None else per_row
@@ -105,7 +106,7 @@ def _no_plan(job: Job, sweep: Sweep) -> PlanError:
     if not np.isfinite(need):
         reasons = sweep.rejected.values()
         rules = "; ".join(f"{one.rule}: {one.detail}" if one.detail else one.rule for one in reasons)
-        rule = f"no split is legal ({rules})"
+        rule = f"{NOTHING_LEGAL} ({rules})"
     else:
         has = format_bytes(job.limit_bytes)
         rule = f"the smallest need of any split is {format_bytes(need)} a device, and {has} of it can be filled"

@@ -32,6 +32,7 @@ class Status:
         checkpoint: newest complete checkpoint, relative to the output folder.
         reason: why a run ended before its last step though nothing failed, None else.
         first_step: steps that were done before this start, None until it has begun.
+        prediction: of a run that was planned, what was predicted and what was measured (:mod:`.predicted`).
     """
 
     state: Literal["running", "done", "refused", "failed", "stopped"] = "running"
@@ -42,6 +43,7 @@ class Status:
     checkpoint: str | None = None
     reason: str | None = None
     first_step: int | None = None
+    prediction: dict[str, Any] | None = None
 
 
 def write_status(output_dir: Path, status: Status) -> None:

@@ -31,6 +31,7 @@ from shardwise.train.identity import RunIdentity, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.predicted import PredictionReport
 from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
@@ -72,7 +73,8 @@ def make_trainer(
     parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
     cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
-    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *cache, *callbacks])
+    told = [PredictionReport(plan.predicted, view.say)] if plan.predicted else []
+    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *told, *cache, *callbacks])
 
 
 def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], None]) -> list[Callback]:
