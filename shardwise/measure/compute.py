@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -44,7 +45,7 @@ def time_products(clock: Clock, level: str) -> Iterator[ProductSample]:
                 continue
             left = torch.randn(rows, inner, device=clock.device).to(_DTYPES[precision])
             right = torch.randn(outer, inner, device=clock.device).to(_DTYPES[precision])
-            seconds = clock.alone(lambda left=left, right=right: functional.linear(left, right))
+            seconds = clock.alone(partial(functional.linear, left, right))
             yield ProductSample(precision, rows, inner, outer, seconds)
 
 
@@ -79,11 +80,11 @@ def time_elementwise(clock: Clock, level: str) -> Iterator[ElementwiseSample]:
         one, other = (torch.randn(number, device=clock.device) for _ in range(2))
         out = torch.empty_like(one)
         size = float(number * one.element_size())
-        yield ElementwiseSample("add", 3 * size, clock.alone(lambda a=one, b=other, o=out: torch.add(a, b, out=o)))
-        yield ElementwiseSample("new_product", 3 * size, clock.alone(lambda a=one, b=other: a * b))
-        yield ElementwiseSample("silu", 2 * size, clock.alone(lambda a=one: functional.silu(a)))
+        yield ElementwiseSample("add", 3 * size, clock.alone(partial(torch.add, one, other, out=out)))
+        yield ElementwiseSample("new_product", 3 * size, clock.alone(partial(torch.mul, one, other)))
+        yield ElementwiseSample("silu", 2 * size, clock.alone(partial(functional.silu, one)))
         rows = one.view(-1, 512)
-        yield ElementwiseSample("norm", 2 * size, clock.alone(lambda a=rows: functional.rms_norm(a, (512,))))
+        yield ElementwiseSample("norm", 2 * size, clock.alone(partial(functional.rms_norm, rows, (512,))))
 
 
 def time_operator(clock: Clock) -> float:

@@ -110,15 +110,24 @@ def _wire(one: CollectiveSample) -> tuple[float, float]:
 
 
 def _least_absolute(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least sum of |rows x - wanted|."""
-    from scipy.optimize import nnls
-
+    """x >= 0, two numbers, with the least sum of |rows x - wanted|."""
     weights = np.ones(len(wanted))
-    found = np.zeros(rows.shape[1])
+    found = np.zeros(2)
     for _ in range(_REWEIGHTED):
-        root = np.sqrt(weights)
-        found, _ = nnls(rows * root[:, None], wanted * root)
-        weights = 1 / np.maximum(np.abs(rows @ found - wanted), 1e-3)
+        found = _least_squares(rows * weights[:, None], wanted * weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - wanted), 1e-3))
+    return found
+
+
+def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """x >= 0, two numbers, with the least sum of squares: where the free answer has one below 0, that one is 0."""
+    found: np.ndarray = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    for index in range(2):
+        if found[index] < 0:
+            other = rows[:, 1 - index]
+            found = np.zeros(2)
+            found[1 - index] = max(float(other @ wanted) / float(other @ other), 0.0)
+            break
     return found
 
 
