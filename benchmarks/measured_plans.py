@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.layouts import num_cores, quiet_environment
 from shardwise.launch.measuring import measured_cluster
-from shardwise.launch.planning import work_of
+from shardwise.launch.planning import folder_costs, work_of
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.refine import refine
@@ -159,13 +159,12 @@ def measure_rank(rank: int, setting: Setting) -> RankResult:
 
 def make_job(folder: Path, devices: int) -> Job:
     """The job of a model in a folder on processes of this machine, measured where it has not been."""
-    from shardwise.launch.automatic import costs_for
     from shardwise.launch.describing import model_of
 
     model = model_of(folder, os.environ)
     cluster = measured_cluster(devices, os.environ)
     work = on_cluster(work_of(LENGTH, "fp32", TrainConfig()), cluster)
-    return Job(model, costs_for(folder, model), cluster, devices, ROWS, work, all_devices=True)
+    return Job(model, folder_costs(folder, model, os.environ), cluster, devices, ROWS, work, all_devices=True)
 
 
 def measure_plans(job: Job, folder: Path, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:

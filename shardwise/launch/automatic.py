@@ -9,14 +9,21 @@ from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.measuring import measured_cluster, memory_share
-from shardwise.launch.planning import device_type, find_cluster, fixed_fields, sequence_of, trained, work_of
+from shardwise.launch.planning import (
+    device_type,
+    find_cluster,
+    fixed_fields,
+    folder_costs,
+    sequence_of,
+    trained,
+    work_of,
+)
 from shardwise.log import say
 from shardwise.planner.explain import describe, why
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
-from shardwise.planner.known import costs_of
-from shardwise.planner.search import NOTHING_LEGAL, search
-from shardwise.spec.block import ModelCosts
+from shardwise.planner.refusal import NOTHING_LEGAL
+from shardwise.planner.search import search
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.filled import PLANNED, filled_keys
 from shardwise.spec.model import ModelSpec
@@ -61,11 +68,6 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
     return _with_first(run, job, found)
 
 
-def costs_for(folder: Path, model: ModelSpec) -> ModelCosts:
-    """What the parts of the model in a folder cost."""
-    return costs_of(folder, model)[1]
-
-
 def _named_cluster(run: RunConfig, name: str, device: DeviceType) -> ClusterSpec:
     cluster = find_cluster(name)
     if device_type(cluster) != device:
@@ -83,7 +85,7 @@ def _named_cluster(run: RunConfig, name: str, device: DeviceType) -> ClusterSpec
 
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
     train, here = run.train, run.cluster is None
-    costs = trained(run, costs_for(folder, model))
+    costs = trained(run, folder_costs(folder, model, os.environ))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
     work = on_cluster(work_of(sequence_of(run, model), precision, train), cluster)
     rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
