@@ -35,9 +35,10 @@ def rank_memory(
     both = [blocks.get(s, 0.0) + logits.get(s, 0.0) for s in range(size)]
     alone = [blocks.get(s, 0.0) for s in range(size)]
     terms["activations"] = peak_bytes(actions, alone)
-    terms["logits"] = peak_bytes(actions, both) - terms["activations"]
-    terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in parts)
-    terms["gathered"] = _gathered(parts, layout, work)
+    terms["logits"] = peak_bytes(actions, both) - terms["activations"] if any(logits.values()) else 0.0
+    kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
+    terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
+    terms["gathered"] = _gathered(kinds, layout, work)
     if work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     if work.counted == "device":
@@ -76,6 +77,8 @@ def workspace_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work
 
 def _gathered(parts: Sequence[Placed], layout: Layout, work: Work) -> float:
     """Bytes of what comes and goes with the traffic of the data ranks."""
+    if not layout.zero:
+        return 0.0
     blocks, ends = [], 0.0
     for part, _, level in parts:
         size = sum(dense_and_expert([(part, 1, level)], layout, trainable=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from shardwise.planner.space import Columns, enumerate_space
 from shardwise.planner.sweep import REFINED, Sweep, candidate_of, not_runnable
 
 _MOST_REFINED = 160
+_MOST_ALIKE = 8  # with the same degrees
 _NEAR = 1.02  # and further ones whose guess is as near to the best as this
 _DEGREES = ("pp", "dp", "cp", "tp", "ep")
 
@@ -68,14 +70,17 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
         order = some[np.argsort(columns["seconds"][some], kind="stable")]
         order = _with_others_first(columns, order, top)
         own: list[Planned] = []
+        counts: Counter[tuple[float, ...]] = Counter()
         for looked_at, index in enumerate(order.tolist()):
             guess = float(columns["seconds"][index])
             near = not own or guess < _NEAR * min(plan.step_seconds for plan in own)
             if (looked_at >= REFINED and len(own) >= min(top, REFINED) and not near) or looked_at >= _MOST_REFINED:
                 break
-            if index in done:
+            kind = tuple(columns[name][index] for name in _DEGREES)
+            if index in done or counts[kind] >= _MOST_ALIKE:
                 continue
             done.add(index)
+            counts[kind] += 1
             plan, need = refine(job, candidate_of(job, columns, index))
             if plan is not None:
                 own.append(replace(plan, not_runnable=not_runnable(plan.candidate, job.work.precision)))

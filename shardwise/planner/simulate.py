@@ -137,6 +137,10 @@ def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float]) -> float
     """The most bytes of activations that one rank holds, with ``stage_bytes`` for a pass through each stage."""
     alive = peak = 0.0
     for action in actions:
-        alive += stage_bytes[action.stage] * (1 if action.kind == "forward" else -1)
-        peak = max(peak, alive)
+        if action.kind == "forward":
+            alive += stage_bytes[action.stage]
+            if alive > peak:
+                peak = alive
+        else:
+            alive -= stage_bytes[action.stage]
     return peak
