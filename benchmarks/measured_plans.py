@@ -126,8 +126,8 @@ def measure_rank(rank: int, setting: Setting) -> RankResult:
     from shardwise.train.step import train_step
 
     torch.set_num_threads(max(1, num_cores() // dist.get_world_size()))
-    keep_freed_pages()
     strategy = Strategy.from_json(setting.fields)
+    keep_freed_pages(strategy.dp_shard > 1)
     mesh = build_mesh(strategy, torch.device("cpu"))
     meter = MemoryMeter(torch.device("cpu"))
     hf_model = build_on_meta(Path(setting.folder), "sdpa")

@@ -83,11 +83,11 @@ class ScriptWorker:
             terminal=self._terminal if self.folder is not None or self.place.rank else sys.stderr,
         )
 
-    def open_group(self, device_type: str) -> None:
+    def open_group(self, device_type: str, gathers: bool = False) -> None:
         """Open the default process group, once."""
         if not dist.is_initialized():
             timeout = timedelta(seconds=timeout_seconds(os.environ))
-            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group())
+            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group(), gathers)
             # A group that is open when the interpreter ends may abort the process: its threads still run.
             atexit.register(self.close_group)
 
