@@ -17,7 +17,7 @@ from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import SLACK, saved_bytes, workspace_bytes
+from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
 from shardwise.planner.parts import Placed, tied_copy
 from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_virtual_stages
 from shardwise.planner.state import gathered_bytes, state_terms
@@ -280,7 +280,7 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    slack = 1 + SLACK
+    slack = 1 + slack_share(job.work, layout)
     gathered = _gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
