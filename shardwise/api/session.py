@@ -141,6 +141,7 @@ class Session:
         filled = [f"{axis} {getattr(self.plan.strategy, axis)}" for axis in AXES if axis not in known]
         if filled:
             rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
+            rule = "not given: the fastest plan that fits" if self.plan.predicted else rule
             show_line(console, "filled", f"{', '.join(filled)} ({rule})")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.launch.measuring import measured_cluster, memory_share
+from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
 from shardwise.launch.planning import (
     device_type,
     find_cluster,
@@ -44,9 +44,9 @@ class PlannedRun:
 def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> PlannedRun:
     """The run with its whole strategy given: its own fields stay, the others are those of the fastest plan that fits.
 
-    A run that names no cluster uses all of its processes, and its machine is measured where it has not been. Where no
-    split is legal the run comes back as it is, for the rule of missing degrees to say why; so does one that gives its
-    plan as a file.
+    A run whose cluster is ``auto`` or not named uses all of its processes, and its machine is measured where it has
+    not been. Where no split is legal a run that names none comes back as it is, for the rule of missing degrees to say
+    why; so does one that gives its plan as a file.
 
     Raises:
         ConfigError: the profile is of devices of another type.
@@ -56,8 +56,12 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
     if run.strategy.plan is not None:
         return PlannedRun(run)
     devices = run.devices or local_devices
-    name = run.cluster
-    cluster = measured_cluster(devices, os.environ) if name is None else _named_cluster(run, name, device)
+    if run.cluster == AUTO:
+        refuse_accumulation(run)
+        if device != "cpu" or run.nnodes > 1:
+            say("cluster = auto: only CPU processes of one machine are measured; missing degrees are data parallel")
+            return PlannedRun(run)
+    cluster = measured_cluster(devices, os.environ) if _is_here(run) else _named_cluster(run, device)
     job = _job(run, model, folder, cluster, devices)
     try:
         found = search(job, top=2, only_runnable=True)
@@ -68,23 +72,39 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
     return _with_first(run, job, found)
 
 
-def _named_cluster(run: RunConfig, name: str, device: DeviceType) -> ClusterSpec:
-    cluster = find_cluster(name)
+def _is_here(run: RunConfig) -> bool:
+    """Whether the cluster is this machine's CPU."""
+    return run.cluster in (None, AUTO)
+
+
+def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
+    assert run.cluster is not None
+    cluster = find_cluster(run.cluster)
     if device_type(cluster) != device:
         rule = f"is a profile of {device_type(cluster)} devices, and the run is on {device}"
         remedy = f"Give a profile of {device} devices, or leave it out"
-        raise ConfigError(f"cluster = {name!r}", rule, remedy)
-    if run.train.gradient_accumulation_steps is not None:
-        raise ConfigError(
-            f"train.gradient_accumulation_steps = {run.train.gradient_accumulation_steps} with cluster = {name!r}",
-            "the batch would depend on the plan that is looked for",
-            "Give train.global_batch_size, or leave cluster out",
-        )
+        raise ConfigError(f"cluster = {run.cluster!r}", rule, remedy)
+    refuse_accumulation(run)
     return cluster
 
 
+def refuse_accumulation(run: RunConfig) -> None:
+    """Refuse a batch that would depend on the plan that is looked for.
+
+    Raises:
+        ConfigError: it is given as accumulation steps.
+    """
+    steps = run.train.gradient_accumulation_steps
+    if steps is not None:
+        raise ConfigError(
+            f"train.gradient_accumulation_steps = {steps} with cluster = {run.cluster!r}",
+            "the batch would depend on the plan that is looked for",
+            "Give train.global_batch_size, or leave cluster out",
+        )
+
+
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
-    train, here = run.train, run.cluster is None
+    train, here = run.train, _is_here(run)
     costs = trained(run, folder_costs(folder, model, os.environ))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
     work = on_cluster(work_of(sequence_of(run, model), precision, train), cluster)
@@ -105,7 +125,7 @@ def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
     groups = run.strategy.gradient_aggregation_group
     strategy = StrategyConfig(**first.candidate.fields(), gradient_aggregation_group=groups)
     update: dict[str, Any] = {"strategy": strategy, "devices": first.candidate.devices}
-    if run.cluster is None:
+    if _is_here(run):
         update["train"] = run.train.model_copy(update={"global_batch_size": job.rows})
     planned = run.model_copy(update=update)
     noted = [key for key in PLANNED if key.removeprefix("strategy.") not in job.fixed]

@@ -28,6 +28,7 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.described import code_hash, description_folder, write_whole
 from shardwise.spec.plan import DeviceType
 
+AUTO = "auto"  # the name of the profile that is measured here
 LEVELS = ("full", "quick")  # the better first
 _MOST_PROCESSES = 256
 _SECONDS = 600  # after which a measurement counts as stuck
