@@ -51,8 +51,9 @@ def gradients_apart(layout: Layout, work: Work) -> Any:
     """Whether gradients come only as activations go, so that the larger of both decides and not their sum.
 
     So it is in the one backward pass of a step on our runtime, where no bucket for the sums of replicas holds them.
+    The heap of a CPU process keeps what activations leave, and little of it fits gradients: there both count.
     """
-    if not work.ours:
+    if not work.ours or work.counted == "process":
         return False
     once = (layout.pp == 1) & (layout.num_micro_batches == 1)
     return once if layout.zero else once & (layout.dp == 1)
