@@ -202,13 +202,14 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Find the fastest split of a model over devices that need not be here, and say why."""
-    from shardwise.launch.planning import make_job, save_page, save_plan
+    from shardwise.launch.planning import check_outputs, make_job, save_page, save_plan
     from shardwise.planner.explain import answer, what_would_change
     from shardwise.planner.search import search
     from shardwise.report.plan_page import plan_page
     from shardwise.report.plans import show_plans, show_reasons
     from shardwise.report.results import print_json, results_console
 
+    check_outputs(output, html)
     tree = _tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
     job = make_job(tree, os.environ, memory)
     found = search(job, top)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.launch.planning import device_type, find_cluster, fixed_fields, sequence_of, trained, work_of
+from shardwise.launch.planning import (
+    device_type,
+    find_cluster,
+    fixed_fields,
+    folder_costs,
+    sequence_of,
+    trained,
+    work_of,
+)
 from shardwise.log import say
 from shardwise.planner.explain import describe, why
 from shardwise.planner.job import Job
-from shardwise.planner.known import costs_of
 from shardwise.planner.search import search
 from shardwise.spec.filled import PLANNED, filled_keys
 from shardwise.spec.model import ModelSpec
@@ -37,7 +45,7 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
         remedy = f"Give a profile of {device} devices, or leave it out"
         raise ConfigError(f"cluster = {run.cluster!r}", rule, remedy)
     train = run.train
-    costs = trained(run, costs_of(folder, model)[1])
+    costs = trained(run, folder_costs(folder, model, os.environ))
     fixed = fixed_fields(run)
     rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     if train.gradient_accumulation_steps is not None:

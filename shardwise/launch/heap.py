@@ -15,7 +15,7 @@ def keep_freed_pages() -> None:
     """Let the process use freed memory of large tensors again, where it has glibc.
 
     By default glibc maps every tensor above 32 MiB anew, and the kernel fills its pages with zeros each time: a tenth
-    of a step of SmolLM2 on a CPU (docs/en/training.md says what was measured).
+    of a step of SmolLM2 on a CPU (docs/en/comparison.md says what was measured).
     """
     with suppress(OSError, AttributeError):  # another C library: it has no such switch
         mallopt = ctypes.CDLL(None).mallopt

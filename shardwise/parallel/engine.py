@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from shardwise.errors import ShardwiseError
 from shardwise.parallel.pipeline import Stage
 from shardwise.spec.schedule import ActionLists, action_lists, forward_only
 from shardwise.spec.strategy import Strategy
@@ -58,7 +59,12 @@ class _Runtime(_PipelineScheduleRuntime):
         for stage in self._stages:
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
-        self._step_microbatches(inputs, kwargs, targets, losses, return_outputs=False)
+        try:
+            self._step_microbatches(inputs, kwargs, targets, losses, return_outputs=False)
+        except RuntimeError as error:  # so torch wraps whatever a stage raises
+            if isinstance(error.__cause__, ShardwiseError):
+                raise error.__cause__ from None
+            raise
 
 
 class PipelineEngine:

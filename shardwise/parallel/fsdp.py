@@ -83,9 +83,13 @@ def _sharded(layout: ParamLayout, parts: int, rank: int) -> ParamLayout:
     return replace(layout, shard_range=chunk_range(rows, parts, rank))
 
 
-def set_last_micro_batch(stage: nn.Module, last: bool) -> None:
-    """Without a pipeline: gradients are reduced in the backward pass of the step's last micro-batch only."""
+def set_last_micro_batch(stage: nn.Module, last: bool, reshard: bool) -> None:
+    """Without a pipeline: gradients are reduced in the backward pass of the step's last micro-batch only.
+
+    Unless weights are given back (``reshard``), those that were gathered stay so until then.
+    """
     if isinstance(stage, FSDPModule):
+        stage.set_reshard_after_backward(last or reshard)
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last)
 

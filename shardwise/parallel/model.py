@@ -161,7 +161,7 @@ class ParallelModel:
         (stage,) = self.stages
         for index in range(len(ids)):
             if backward:
-                set_last_micro_batch(stage, index == len(ids) - 1)
+                set_last_micro_batch(stage, index == len(ids) - 1, self.mesh.strategy.reshard)
             loss = self._loss(stage(ids[index], position_ids=positions[index]), targets[index], scale)
             if backward:
                 loss.backward()

@@ -80,11 +80,21 @@ class PassThrough(StandIn):
 
 
 class Absent(StandIn):
-    """A module before the blocks on a later stage: what of it was received, else zeros, which are not read."""
+    """A module before the blocks on a later stage: what of it was received, else zeros, which are not read.
+
+    So are its weights, where the model's own forward takes them from it (the row of a padding token, say).
+    """
 
     def __init__(self, replaced: nn.Module, template: Any, name: str, received: Received) -> None:
         super().__init__(replaced)
         self.template, self.name, self.received = template, name, received
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not isinstance(value, nn.Parameter):
+            return value
+        # Without memory: embeddings are large.
+        return torch.zeros((), dtype=value.dtype, device=self.received.like.device).expand(value.shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         values = self.received.of(self.name)

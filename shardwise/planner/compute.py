@@ -71,6 +71,8 @@ def rank_parameters(parameters: Any, part: PartCosts, layout: Layout) -> Any:
     override = part.degree(layout.tp).whole
     if override is not None and part.parameters.whole:
         whole = whole * override / part.parameters.whole
+    elif override is not None and part.parameters.split:
+        whole = parameters.split * override / part.parameters.split
     cut = parameters.split + parameters.whole - whole
     experts = parameters.expert / layout.ep / (layout.tp if layout.expert_tensor else 1)
     return cut / layout.tp + whole + experts
@@ -79,6 +81,14 @@ def rank_parameters(parameters: Any, part: PartCosts, layout: Layout) -> Any:
 def expert_parameters(parameters: Any, layout: Layout) -> Any:
     """The weights of routed experts among :func:`rank_parameters`."""
     return parameters.expert / layout.ep / (layout.tp if layout.expert_tensor else 1)
+
+
+def product_weights(product: Product, layout: Layout) -> Any:
+    """Weights of the matrices of a product on one rank, before data ranks share anything out."""
+    number = product.inner * product.outer * product.copies
+    if product.copies > 1:
+        return number / layout.ep / (layout.tp if layout.expert_tensor else 1)
+    return number if product.split == "none" else number / layout.tp
 
 
 def rank_tokens(layout: Layout, work: Work) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.planner.collectives import send_seconds
 from shardwise.planner.compute import Passes, Terms, add_terms, part_passes, rank_tokens, scale_terms, total
-from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms, tied_seconds
 from shardwise.planner.halves import stage_waiting_seconds
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.memory import rank_memory
@@ -62,7 +62,8 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
     halves = layout.schedule == "zero_bubble"
     waiting = [stage_waiting_seconds(parts, layout, work, cluster) for parts in stages] if halves else []
     timeline = _timeline(costs, (passes, waiting), layout, work, cluster)
-    rank, data, optimizer = _deciding_rank(timeline, stages, passes, layout, work, cluster)
+    tied = float(tied_seconds(costs, layout, work, cluster))
+    rank, data, optimizer = _deciding_rank(timeline, stages, passes, (layout, work, cluster), tied)
     own = [passes[stage] for stage in layout.stages_of(rank)]
     computed = [scale_terms(add_terms(p.forward, p.backward), layout.num_micro_batches) for p in own]
     again = sum(total(p.again) for p in own) * layout.num_micro_batches
@@ -132,23 +133,28 @@ def _deciding_rank(
     timeline: Timeline,
     stages: Sequence[Sequence[Placed]],
     passes: Sequence[Passes],
-    layout: Layout,
-    work: Work,
-    cluster: ClusterSpec,
+    on: tuple[Layout, Work, ClusterSpec],
+    tied: float,
 ) -> tuple[int, float, float]:
-    """The pipeline rank that ends the step, and its seconds of data traffic and of the optimizer."""
+    """The pipeline rank that ends the step, and its seconds of data traffic and of the optimizer.
+
+    Args:
+        tied: seconds in which the first and the last rank sum the gradient of a weight that both hold.
+    """
+    layout, work, cluster = on
     found = (-1.0, 0, 0.0, 0.0)
     for rank in range(layout.pp):
         parts = [placed for stage in layout.stages_of(rank) for placed in stages[stage]]
         own = [passes[stage] for stage in layout.stages_of(rank)]
-        data = 0.0
-        if layout.zero != 3:
+        data = tied if rank in (0, layout.pp - 1) else 0.0
+        if layout.zero != 3 or work.ours:
             sums, gathers = data_seconds(parts, layout, work, cluster)
             beside = sum(total(p.backward) + total(p.again) for p in own)
             # Replicas' gradients are summed at the end where backward passes run in halves.
             beside_backward = work.overlap_data and not (layout.zero == 0 and splits_backward(layout.schedule, rank))
-            data = exposed(sums, beside, beside_backward)
-            data += exposed(gathers, sum(total(p.forward) for p in own), work.overlap_data)
+            data += exposed(sums, beside, beside_backward)
+            if layout.zero != 3:
+                data += exposed(gathers, sum(total(p.forward) for p in own), work.overlap_data)
         optimizer = optimizer_seconds(parts, layout, work, cluster)
         found = max(found, (timeline.finish[rank] + data + optimizer, rank, data, optimizer))
     return found[1], float(found[2]), float(found[3])

@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def zero(self) -> int:
-        """What the data ranks share out: without ``reshard`` weights and gradients of a step stay whole."""
+        """What the data ranks share out: without ``reshard`` weights stay whole."""
         if self.dp_shard == 1:
             return 0
         return 3 if self.reshard else 1

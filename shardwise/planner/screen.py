@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.planner.compute import amount_bytes, part_passes, rank_tokens, total
+from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
 from shardwise.planner.halves import waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import _BASE_BYTES, _SLACK
-from shardwise.planner.parts import Placed
+from shardwise.planner.memory import BASE_BYTES, SLACK, saved_bytes, workspace_bytes
+from shardwise.planner.parts import Placed, tied_copy
 from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
-from shardwise.spec.block import RECOMPUTE_LEVELS, Amount, PartCosts, RecomputeLevel
+from shardwise.planner.state import gathered_bytes, state_terms
+from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts, RecomputeLevel
 
 _SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
 AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
@@ -60,6 +61,7 @@ class _Rates:
     saved_first: Any
     saved_last: Any
     workspace: Any
+    workspace_last: Any
     waiting: Any
     waiting_bytes: Any
     forward_share: Any
@@ -152,6 +154,9 @@ def _judge(job: Job, group: Group, rows: Columns) -> list[Columns]:
             dp=some["dp"],
             shard=some["shard"] * some["cp"] if zero else 1,
             micro_batch=some["m"],
+            num_micro_batches=some["number"],
+            pp=some["pp"],
+            virtual_stages=some["v"],
         )
         judged.append(_judge_rows(job, layout, some, group.rates))
     return judged
@@ -172,10 +177,11 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
             part = placed[1] / blocks
             forward = forward + part * exposed(gathers, rates.forward, job.work.overlap_data)
             backward = backward + part * exposed(both, rates.backward + again, job.work.overlap_data)
-    else:
+    if layout.zero != 3 or job.work.ours:
         sent, gathered = data_seconds(held, layout, job.work, job.cluster)
         sums = exposed(sent, blocks * backward, job.work.overlap_data)
-        sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
+        if layout.zero != 3:
+            sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
     block = forward + backward
     everything = job.costs.num_blocks * block + rates.first + rates.last
     slowest = _slowest_stage(job, rows, block, rates)
@@ -250,7 +256,8 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
     pp, blocks = rows["pp"], job.costs.num_blocks
     one, several = _inverses(blocks)
     inverses = np.where(rows["v"] > 1, several[pp], one[pp])
-    spare = job.limit_bytes * inverses - _state_bytes(job, layout, held) - blocks * rates.saved
+    state = sum(state_terms(held, layout, job.work).values())
+    spare = job.limit_bytes * inverses - state - blocks * rates.saved
     gain = blocks * (rates.saved_all - rates.saved)
     return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
 
@@ -279,7 +286,7 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
         everything = _kept(kind, layout, job, "none")
         sums["saved"] = sums["saved"] + share * kept
         sums["saved_all"] = sums["saved_all"] + share * everything
-        sums["workspace"] = np.maximum(sums["workspace"], everything - kept + 0.5 * everything)
+        sums["workspace"] = np.maximum(sums["workspace"], workspace_bytes(kind, layout.recompute, layout, work))
         whole = total(passes.forward) + total(passes.backward) + total(passes.again)
         forward_share = np.minimum(forward_share, total(passes.forward) / whole)
     ends: list[Any] = []
@@ -288,13 +295,8 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
         ends.append(sum(total(one.forward) + total(one.backward) for one in passes_of))
     saved = [_kept(part, layout, job, "none") for part in (costs.embedding, costs.head)]
     more = sum((_kept(part, layout, job, "none") for part in costs.more), start=0.0)
-    values = sums | {
-        "forward_share": forward_share,
-        "first": ends[0],
-        "last": ends[1],
-        "saved_first": saved[0],
-        "saved_last": saved[1] + more,
-    }
+    values = sums | {"first": ends[0], "last": ends[1], "saved_first": saved[0], "saved_last": saved[1] + more}
+    values |= {"forward_share": forward_share, "workspace_last": workspace_bytes(costs.head, "none", layout, work)}
     return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
 
 
@@ -303,30 +305,39 @@ def _kinds(job: Job) -> list[tuple[PartCosts, int]]:
 
 
 def _kept(part: PartCosts, layout: Layout, job: Job, level: RecomputeLevel) -> Any:
-    return amount_bytes(part.saved.get(level, Amount()), layout, job.work)
+    return saved_bytes(part, level, layout, job.work)
 
 
 def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
     """What a rank in the middle holds, in shares of parts, and the embedding's share."""
     parts: list[Any] = [(kind, times / rows["pp"], layout.recompute) for kind, times in _kinds(job)]
-    return [*parts, (job.costs.embedding, 1.0 / rows["pp"], "none"), (job.costs.head, 1.0 / rows["pp"], "none")]
+    parts += [(job.costs.embedding, 1.0 / rows["pp"], "none"), (job.costs.head, 1.0 / rows["pp"], "none")]
+    if job.costs.tied:
+        parts.append((tied_copy(job.costs), (rows["pp"] > 1) / rows["pp"], "none"))
+    return parts
 
 
-def _state_bytes(job: Job, layout: Layout, parts: list[Placed]) -> Any:
-    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.memory` counts them."""
-    work = job.work
-    held = dense_and_expert(parts, layout, trainable=False)
-    trained = dense_and_expert(parts, layout, trainable=True)
-    shares = (layout.shard, np.minimum(layout.shard, layout.expert_data_ranks))
-    seen: Any = 0.0
-    for amounts, size, level in (
-        (held, work.weight_bytes, 3),
-        (trained, work.gradient_bytes, 2),
-        (trained, work.optimizer_bytes, 1),
-    ):
-        shared = layout.zero >= level
-        seen = seen + sum(a / (share if shared else 1) for a, share in zip(amounts, shares, strict=True)) * size
-    return seen
+def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
+    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them."""
+    return sum(state_terms([(part, 1, "none") for part in parts], layout, job.work).values())
+
+
+def _gathered_bytes(job: Job, layout: Layout) -> Any:
+    """What comes and goes with the traffic of the data ranks, on a rank that has both ends or the larger one."""
+    copies = [tied_copy(job.costs)] if job.costs.tied else []
+    size = {
+        name: sum(dense_and_expert([(part, 1, "none") for part in parts], layout, trainable=False))
+        for name, parts in (
+            ("first", [job.costs.embedding]),
+            ("last", [job.costs.head, *copies]),
+            ("both", [job.costs.embedding, job.costs.head]),
+        )
+    }
+    ends = np.where(layout.pp > 1, np.maximum(size["first"], size["last"]), size["both"])
+    if not job.work.ours:
+        ends = np.maximum(size["first"], size["last"])
+    blocks = [sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False)) for kind in job.costs.kinds]
+    return gathered_bytes(blocks, ends, layout, job.work)
 
 
 def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.ndarray) -> tuple[Any, Any]:
@@ -336,28 +347,22 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     """
     pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
     blocks = num_blocks / pp
-    state = sum(times * _state_bytes(job, layout, [(kind, 1, "none")]) for kind, times in _kinds(job)) / num_blocks
-    ends = [_state_bytes(job, layout, [(part, 1, "none")]) for part in (job.costs.embedding, job.costs.head)]
+    state = sum(times * _state_bytes(job, layout, [kind]) for kind, times in _kinds(job)) / num_blocks
+    ends = [_state_bytes(job, layout, [job.costs.embedding]), _state_bytes(job, layout, [job.costs.head])]
     if job.costs.more:
-        ends[1] = ends[1] + _state_bytes(job, layout, [(part, 1, "none") for part in job.costs.more])
+        ends[1] = ends[1] + _state_bytes(job, layout, list(job.costs.more))
+    if job.costs.tied:
+        ends[1] = ends[1] + (pp > 1) * _state_bytes(job, layout, [tied_copy(job.costs)])
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    slack = 1 + _SLACK
-    gathered: Any = 0.0
-    if layout.zero == 3:
-        sizes = [
-            sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False))
-            for kind in (*job.costs.kinds, job.costs.embedding, job.costs.head)
-        ]
-        largest: Any = sizes[0]
-        for size in sizes[1:]:
-            largest = np.maximum(largest, size)
-        gathered = largest * (2 * job.work.sent_weight_bytes + job.work.sent_gradient_bytes)
-    base = _BASE_BYTES + gathered + rates.workspace * slack
+    slack = 1 + SLACK
+    gathered = _gathered_bytes(job, layout)
+    base = BASE_BYTES + gathered + rates.workspace * slack
+    beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
-    first = first + np.where(pp == 1, rates.saved_last * slack, 0.0)
-    last = base + ends[1] + rates.saved_last * slack
+    first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
+    last = base + ends[1] + rates.saved_last * slack + beside_head
     per_block = state + inflight * rates.saved * slack
     # The last rank's first halves run ahead of the second ones, by a micro-batch for each rank before it.
     ahead = rows["halves"] * (pp - 1) * rates.waiting_bytes * slack

@@ -167,11 +167,14 @@ def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float], waiting_
     """
     alive = peak = 0.0
     for stage, kind, _ in actions:
-        if kind != "backward_weight":
-            alive += stage_bytes[stage] * (1 if kind == "forward" else -1)
-        if kind == "backward_input":
-            alive += waiting_bytes[stage]
+        if kind == "forward":
+            alive += stage_bytes[stage]
+        elif kind == "backward_input":
+            alive += waiting_bytes[stage] - stage_bytes[stage]
         elif kind == "backward_weight":
             alive -= waiting_bytes[stage]
-        peak = max(peak, alive)
+        else:
+            alive -= stage_bytes[stage]
+        if alive > peak:
+            peak = alive
     return peak

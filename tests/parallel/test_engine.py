@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from shardwise.errors import PlanError
+from shardwise.parallel import engine
+
 RUNTIME = schedules._PipelineScheduleRuntime
 
 
@@ -39,3 +42,15 @@ def test_a_schedule_reads_the_attributes_that_the_engine_sets():
     assert {"FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"} <= set(
         schedules._ComputationType.__members__
     )
+
+
+def test_a_refusal_inside_a_stage_arrives_as_itself(monkeypatch):
+    def step(*_, **__):
+        raise RuntimeError("[Stage 1] failed to run forward") from PlanError("strategy.pp = 2", "a rule", "Use pp=1")
+
+    runtime = engine._Runtime.__new__(engine._Runtime)
+    monkeypatch.setattr(runtime, "_stages", [], raising=False)
+    monkeypatch.setattr(runtime, "_step_microbatches", step)
+    with pytest.raises(PlanError, match="a rule"):
+        runtime.run([], [], None, None)
+    assert "raise RuntimeError(exc_msg) from e" in inspect.getsource(PipelineStage.forward_one_chunk)
