@@ -182,6 +182,23 @@ def test_the_second_half_adds_what_the_first_left() -> None:
     assert deferred.held_bytes == 0
 
 
+def test_a_weight_that_is_read_otherwise_too_wakes_its_hooks_in_both_halves() -> None:
+    """So a count of gradients says nothing: replicas are summed at the end of a step."""
+    weight, x = nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4, requires_grad=True)
+    (F.linear(x, weight).sum() + weight.square().sum()).backward()
+    assert weight.grad is not None
+    want, weight.grad = weight.grad.clone(), None
+    calls: list[int] = []
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    deferred = DeferredWeights()
+    with deferred.recording():
+        loss = F.linear(x, weight).sum() + weight.square().sum()
+    loss.backward()
+    deferred.take()()
+    assert len(calls) == 2
+    assert torch.allclose(weight.grad, want)
+
+
 def test_masters_take_gradients_of_second_halves() -> None:
     layer = nn.Linear(4, 3, bias=False).bfloat16()
     master = Master(layer.weight)

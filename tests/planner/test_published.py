@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ablate_planner import PARTS, dense_runs, error
 from shardwise.planner.accuracy import Prediction, predict, read_rows, summary
 
 TABLE = Path(__file__).with_name("published.csv")
@@ -71,3 +72,14 @@ def test_peak_memory(found: dict[str, Any]) -> None:
 def test_the_fastest_comes_first(found: dict[str, Any]) -> None:
     assert found["ranking"]["groups"] >= 10
     assert found["ranking"]["mean_loss"] < 0.03
+
+
+def test_each_part_of_the_model_is_worth_something() -> None:
+    """What the docs' table shows of all rows: without any of the five effects the error grows."""
+    runs = dense_runs()[::3]
+    raw, scaled = error(runs, PARTS["nothing"])
+    assert len(PARTS) == 6
+    for name, predicted in list(PARTS.items())[1:]:
+        without_raw, without_scaled = error(runs, predicted)
+        assert without_raw > raw + 0.04, name
+        assert without_scaled > scaled + 0.015, name
