@@ -30,6 +30,8 @@ app = typer.Typer(
 
 model_app = typer.Typer(help="What a model is made of.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+data_app = typer.Typer(help="What rows become, before training on them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -58,7 +60,7 @@ def _root() -> None:
 def train(
     settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
-    data: Annotated[str | None, typer.Option(help="training rows, a .jsonl file")] = None,
+    data: Annotated[str | None, typer.Option(help="training rows, a file or a folder")] = None,
     devices: Annotated[int | None, typer.Option(help="number of processes")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or npu")] = None,
     output_dir: Annotated[str | None, typer.Option(help="where results go")] = None,
@@ -128,28 +130,23 @@ def generate(
 @app.command()
 @_interruptible
 def export(
-    source: Annotated[Path, typer.Argument(help="output folder of a LoRA run, or an adapter folder")],
-    out: Annotated[Path, typer.Argument(help="folder for the merged model; not there yet, or empty")],
+    source: Annotated[Path, typer.Argument(help="a run's output folder, a checkpoint, or an adapter folder")],
+    out: Annotated[Path, typer.Argument(help="folder for the export; not there yet, or empty")],
     merge: Annotated[bool, typer.Option("--merge", help="fold the adapter into its base model")] = False,
     base: Annotated[
         Path | None, typer.Option(help="base model, where the one that the adapter names has moved")
     ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="compare logits with the model of the checkpoint")] = False,
+    max_shard_size: Annotated[str | None, typer.Option(help="of a weight file, such as 2GB")] = None,
 ) -> None:
-    """Write a Hugging Face folder from a LoRA run: its base model with the adapter merged in."""
-    from shardwise.config import NOT_AVAILABLE
-    from shardwise.errors import ConfigError
+    """Write a Hugging Face folder from a checkpoint: the model, or of a LoRA run the adapter or both merged."""
+    from shardwise.launch.exporting import write_export
 
-    if not merge:
-        raise ConfigError("export without --merge", NOT_AVAILABLE, "Add --merge to fold an adapter into its base model")
-    from shardwise.checkpoint.merge import merge as write_merged
-    from shardwise.launch.paths import check_path
-
-    for key, path in (("source", source), ("out", out), ("base", base)):
-        check_path(key, None if path is None else str(path))
-    comparison = write_merged(source, out, base)
-    print(comparison, file=sys.stderr, flush=True)
+    comparison = write_export(source, out, merge=merge, base=base, verify=verify, max_shard_size=max_shard_size)
+    if comparison is not None:
+        print(comparison, file=sys.stderr, flush=True)
     print(out, flush=True)
-    if not comparison.agrees:
+    if comparison is not None and not comparison.agrees:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
@@ -226,6 +223,29 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     print(save_plan(job, found, output), file=sys.stderr)
 
 
+@app.command("measure")
+@_interruptible
+def measure_machine(
+    devices: Annotated[int | None, typer.Option(min=1, help="processes at once; else one a core")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a few seconds, fewer sizes")] = False,
+    show: Annotated[bool, typer.Option("--show", help="what was measured before; nothing is run")] = False,
+    output: Annotated[Path | None, typer.Option(help="a profile to write, for --cluster")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Time what training is made of on this machine's CPU, and make the profile that plans are made with."""
+    from shardwise.launch.measuring import measured_here, profile_name, save_profile
+    from shardwise.report.measured import measured_answer, show_measured
+    from shardwise.report.results import print_json, results_console
+
+    samples = measured_here(devices, "quick" if quick else "full", os.environ, show=show)
+    if as_json:
+        print_json(measured_answer(samples, profile_name(samples)))
+    else:
+        show_measured(samples, results_console())
+    if output is not None:
+        save_profile(samples, output)
+
+
 @model_app.command("show")
 @_interruptible
 def model_show(
@@ -247,6 +267,52 @@ def model_show(
         print_json(answer)
     else:
         show_model(answer, results_console())
+
+
+@data_app.command("show")
+@_interruptible
+def data_show(
+    data: Annotated[str, typer.Argument(help="rows, a file or a folder; or a run.yaml that names them")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as for train")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model and its tokenizer")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="number of rows to show")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Show rows as the model sees them, what is learned of them, their lengths, and the steps that follow."""
+    from shardwise.launch.preparing import prepare_data
+    from shardwise.launch.surveying import survey
+    from shardwise.report.data import show_data
+    from shardwise.report.results import print_json, results_console
+
+    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    answer = survey(run, plan, rows, os.environ, Console(stderr=True))
+    if as_json:
+        print_json(answer)
+    else:
+        show_data(answer, results_console())
+
+
+@data_app.command("prepare")
+@_interruptible
+def data_prepare(
+    data: Annotated[str, typer.Argument(help="rows, a file or a folder; or a run.yaml that names them")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as for train")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model and its tokenizer")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="that tokenise at once; else one a core")] = None,
+) -> None:
+    """Tokenise rows ahead into the cache, where every later run with these settings finds them."""
+    from shardwise.launch.preparing import prepare_all, prepare_data
+
+    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    for folder in prepare_all(run, plan, processes, os.environ, Console(stderr=True)):
+        print(folder, flush=True)
+
+
+def _data_tree(data: str, settings: list[str], model: str | None) -> dict[str, Any]:
+    """The tree of a run whose rows are ``data``, unless that is itself a run.yaml."""
+    if data.endswith((".yaml", ".yml")):
+        return _tree([data, *settings], {"model": model})
+    return _tree(settings, {"model": model, "data.train": data})
 
 
 def _described(name: str, degrees: list[int], models_dir: str | None) -> dict[str, Any]:
@@ -297,6 +363,7 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.launch.agent import launch
     from shardwise.launch.forkserver import PRELOAD_MORE
     from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.preparing import prepare_ahead
     from shardwise.launch.resolve import prepare, write_run
     from shardwise.log import say
     from shardwise.report.answers import show_answers
@@ -313,6 +380,7 @@ def _train(tree: dict[str, Any]) -> int:
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
     try:
         show_plan(run, plan, console)
+        prepare_ahead(run, plan, os.environ)
         code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
         put_back(output_dir)

@@ -19,7 +19,7 @@ from shardwise.planner.data import data_seconds, dense_and_expert, exposed, opti
 from shardwise.planner.halves import waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import BASE_BYTES, SLACK, saved_bytes, workspace_bytes
+from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
 from shardwise.planner.parts import Placed, tied_copy
 from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
 from shardwise.planner.state import gathered_bytes, state_terms
@@ -99,7 +99,7 @@ def groups_of(job: Job, space: Space) -> list[Group]:
                 rates = _few_rates(job, few, len(first))
                 free, ends = rates.forward + rates.backward, rates.first + rates.last
                 middle = (job.costs.num_blocks * free + ends)[cell] / rows["pp"]
-                bound = number * np.maximum(middle, (free + rates.last)[cell])
+                bound = number * np.maximum(middle, (free + rates.last)[cell] / job.cluster.chip.shared)
                 order = np.argsort(bound, kind="stable")
                 more = {"cell": cell, "number": number, "bound": bound}
                 columns = {name: column[order] for name, column in (rows | more).items()}
@@ -192,7 +192,10 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
     fill = fill * filled
     fill = np.where(rows["v"] > 1, (rows["pp"] - 1) * everything / rows["pp"] / rows["v"] + 2 * rows["pp"] * hop, fill)
     # Wrapped: fewer passes wait for each other where a rank has several stages.
-    seconds = number * slowest + fill + sums + optimizer_seconds(held, layout, job.work, job.cluster)
+    seconds = number * slowest + fill
+    if job.cluster.chip.shared > 1:  # as shardwise.planner.cost has it
+        seconds = np.maximum(seconds / job.cluster.chip.shared, number * everything / rows["pp"])
+    seconds = seconds + sums + optimizer_seconds(held, layout, job.work, job.cluster)
     width = len(rows["tp"])
     found = {
         "sp": np.full(width, layout.sequence_parallel),
@@ -256,7 +259,7 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
     pp, blocks = rows["pp"], job.costs.num_blocks
     one, several = _inverses(blocks)
     inverses = np.where(rows["v"] > 1, several[pp], one[pp])
-    state = sum(state_terms(held, layout, job.work).values())
+    state = sum(times * _state_bytes(job, layout, [part]) for part, times, _ in held)
     spare = job.limit_bytes * inverses - state - blocks * rates.saved
     gain = blocks * (rates.saved_all - rates.saved)
     return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
@@ -295,8 +298,14 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
         ends.append(sum(total(one.forward) + total(one.backward) for one in passes_of))
     saved = [_kept(part, layout, job, "none") for part in (costs.embedding, costs.head)]
     more = sum((_kept(part, layout, job, "none") for part in costs.more), start=0.0)
-    values = sums | {"first": ends[0], "last": ends[1], "saved_first": saved[0], "saved_last": saved[1] + more}
-    values |= {"forward_share": forward_share, "workspace_last": workspace_bytes(costs.head, "none", layout, work)}
+    values = sums | {
+        "forward_share": forward_share,
+        "first": ends[0],
+        "last": ends[1],
+        "saved_first": saved[0],
+        "saved_last": saved[1] + more,
+        "workspace_last": workspace_bytes(costs.head, "none", layout, work),
+    }
     return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
 
 
@@ -356,9 +365,9 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    slack = 1 + SLACK
+    slack = 1 + slack_share(job.work, layout)
     gathered = _gathered_bytes(job, layout)
-    base = BASE_BYTES + gathered + rates.workspace * slack
+    base = job.work.base_bytes + gathered + rates.workspace * slack
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
     first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)

@@ -16,21 +16,15 @@ from pydantic_core import ErrorDetails
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
-from shardwise.spec.run import TRACKERS, RunConfig, tracker_names
+from shardwise.spec.run import TRACKERS, RunConfig, data_sources, tracker_names
 
-DATA_FORMATS = ("auto", "tokens", "messages", "pairs")
+BEST_METRICS = ("eval_loss",)
 
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
-    "data.format": DATA_FORMATS,
-    "data.packing": (False,),
-    "data.val_size": (None, 0.0),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
-    "save.best": ("no",),
-    "save.async": (False,),
-    "restarts": (0,),
 }
 
 
@@ -164,7 +158,7 @@ def _check_available(run: RunConfig) -> None:
         value = get(run, key)
         if value not in neutral:
             works = next((choice for choice in neutral if choice not in (None, ())), None)
-            names = ", ".join(map(str, neutral)) if key == "data.format" else str(works).lower()
+            names = str(works).lower()
             shown = (
                 f"{key} = {value.model_dump(exclude_unset=True)}"
                 if isinstance(value, BaseModel)
@@ -229,6 +223,21 @@ def _check_length(run: RunConfig) -> None:
     )
 
 
+def _check_packing(run: RunConfig) -> None:
+    _refuse(
+        not (run.data.group_by_length and run.data.packing),
+        "data.group_by_length = true with data.packing = true",
+        "both are against padding, and packing leaves none to group for",
+        "Give one of them",
+    )
+    _refuse(
+        run.data.shuffle or not run.data.group_by_length,
+        "data.group_by_length = true with data.shuffle = false",
+        "it changes the order of the rows, which is to be that of the file",
+        "Give one of them",
+    )
+
+
 def _check_optimizer(run: RunConfig) -> None:
     """An option of the other optimizer would be ignored; nothing is ignored silently."""
     train = run.train
@@ -276,15 +285,83 @@ def _check_save(run: RunConfig) -> None:
         "it would delete the checkpoints that the run is to go on from",
         "Leave out one of the two",
     )
+    _refuse(
+        not run.save.async_ or run.save.strategy != "no",
+        "save.async = true",
+        "has no effect while save.strategy is no",
+        "Give save.strategy, or leave save.async out",
+    )
+    _check_best(run)
+    _refuse(
+        not run.restarts or run.nnodes == 1,
+        f"restarts = {run.restarts} with nnodes = {run.nnodes}",
+        f"restarts of jobs on several machines are {NOT_AVAILABLE}",
+        "Leave restarts out",
+    )
+
+
+def _check_best(run: RunConfig) -> None:
+    """Every checkpoint is to have an evaluation of its own step, else there is nothing to compare it by."""
+    save, evaluation = run.save, run.eval
+    if save.best == "no":
+        return
+    value = f"save.best = {save.best!r}"
+    _refuse(save.best in BEST_METRICS, value, f"must be no or {' or '.join(BEST_METRICS)}", "Did you mean eval_loss?")
+    _refuse(save.strategy != "no", value, "has no effect while save.strategy is no", "Give save.strategy")
+    _refuse(evaluation.strategy != "no", value, "needs evaluations, and eval.strategy is no", "Give eval.strategy")
+    fits = save.strategy == evaluation.strategy and (save.steps or 1) % (evaluation.steps or 1) == 0
+    shown = [f"{section} {each.steps or each.strategy}" for section, each in (("save", save), ("eval", evaluation))]
+    _refuse(
+        fits,
+        f"{value} with {' and '.join(shown)}",
+        "every checkpoint needs an evaluation of its step",
+        "Use the same strategy for both, and save.steps a multiple of eval.steps",
+    )
+
+
+def _check_data(run: RunConfig) -> None:
+    for key, given in (("data.train", run.data.train), ("data.eval", run.data.eval)):
+        _refuse(
+            not isinstance(given, tuple) or len(given) > 0,
+            f"{key} = []",
+            "names no source of rows",
+            f"Give {key}=FILE.jsonl",
+        )
+    weights = [source.weight for source in data_sources(run.data.train)]
+    _refuse(
+        None not in weights or not any(weights),
+        f"data.train with the weights {weights}",
+        "either all sources have a weight or none",
+        "Give each a weight, such as {path: FILE, weight: 1}",
+    )
+    _refuse(
+        not any(source.weight for source in data_sources(run.data.eval)),
+        "data.eval with weights",
+        "rows are evaluated once each",
+        "Leave the weights out",
+    )
+    size = run.data.val_size or None
+    _refuse(
+        size is None or run.data.eval is None,
+        f"data.val_size = {size} and data.eval = {run.data.eval!r}",
+        "are two ways to name the rows to evaluate",
+        "Give one of them",
+    )
+    _refuse(
+        size is None or size < 1 or size == int(size),
+        f"data.val_size = {size}",
+        "must be a share below 1, or a whole number of rows",
+        f"Use data.val_size={int(size or 0)}",
+    )
 
 
 def _check_eval(run: RunConfig) -> None:
     _check_interval("eval", run.eval.strategy, run.eval.steps)
     _refuse(
-        run.eval.strategy == "no" or run.data.eval is not None,
+        run.eval.strategy == "no" or run.data.eval is not None or bool(run.data.val_size),
         f"eval.strategy = {run.eval.strategy!r}",
         "needs rows to evaluate",
-        "Give data.eval=FILE, or eval.strategy=no",
+        "Give data.eval=FILE or data.val_size=0.05, or eval.strategy=no",
     )
     patience = run.train.early_stopping_patience
     _refuse(
@@ -339,6 +416,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_schedule, _check_length, _check_optimizer, _check_compile),
-    *(_check_save, _check_eval, _check_lora, _check_log),
+    *(_check_available, _check_batch, _check_schedule, _check_length, _check_packing, _check_optimizer),
+    *(_check_compile, _check_save, _check_data, _check_eval, _check_lora, _check_log),
 )
