@@ -46,7 +46,7 @@ def job(name: str, folder: Path, devices: int, rows: int = 12, memory: float = 0
     return Job(spec, costs, load_cluster("a100-40gb"), devices, rows, work, fixed, memory)
 
 
-@pytest.mark.parametrize("devices", (3, 4, 5, 8))
+@pytest.mark.parametrize("devices", [3, 4, 5, 8])
 @pytest.mark.parametrize("name", HEADS)
 def test_13_no_plan_cuts_heads_that_cannot_be_cut(name: str, devices: int, tmp_path: Path) -> None:
     """gpustack/gpustack 2259, NVIDIA-NeMo/Automodel 799: three cards, or ten KV heads and four cards."""
