@@ -130,28 +130,23 @@ def generate(
 @app.command()
 @_interruptible
 def export(
-    source: Annotated[Path, typer.Argument(help="output folder of a LoRA run, or an adapter folder")],
-    out: Annotated[Path, typer.Argument(help="folder for the merged model; not there yet, or empty")],
+    source: Annotated[Path, typer.Argument(help="a run's output folder, a checkpoint, or an adapter folder")],
+    out: Annotated[Path, typer.Argument(help="folder for the export; not there yet, or empty")],
     merge: Annotated[bool, typer.Option("--merge", help="fold the adapter into its base model")] = False,
     base: Annotated[
         Path | None, typer.Option(help="base model, where the one that the adapter names has moved")
     ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="compare logits with the model of the checkpoint")] = False,
+    max_shard_size: Annotated[str | None, typer.Option(help="of a weight file, such as 2GB")] = None,
 ) -> None:
-    """Write a Hugging Face folder from a LoRA run: its base model with the adapter merged in."""
-    from shardwise.config import NOT_AVAILABLE
-    from shardwise.errors import ConfigError
+    """Write a Hugging Face folder from a checkpoint: the model, or of a LoRA run the adapter or both merged."""
+    from shardwise.launch.exporting import write_export
 
-    if not merge:
-        raise ConfigError("export without --merge", NOT_AVAILABLE, "Add --merge to fold an adapter into its base model")
-    from shardwise.checkpoint.merge import merge as write_merged
-    from shardwise.launch.paths import check_path
-
-    for key, path in (("source", source), ("out", out), ("base", base)):
-        check_path(key, None if path is None else str(path))
-    comparison = write_merged(source, out, base)
-    print(comparison, file=sys.stderr, flush=True)
+    comparison = write_export(source, out, merge=merge, base=base, verify=verify, max_shard_size=max_shard_size)
+    if comparison is not None:
+        print(comparison, file=sys.stderr, flush=True)
     print(out, flush=True)
-    if not comparison.agrees:
+    if comparison is not None and not comparison.agrees:
         raise typer.Exit(EXIT_DIFFERENT)
 
 

@@ -27,6 +27,7 @@ from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig, RunConfig
 from tests.check.commands import checks_a_plan, shows_a_model
+from tests.checkpoint.commands import exports_a_checkpoint
 from tests.data.commands import prepares_data, shows_data
 from tests.fixtures import make_model, make_rows
 from tests.parallel.lora_harness import make_adapter
@@ -262,6 +263,9 @@ COMMANDS: dict[str, Check] = {
     "shardwise train run.yaml log.report_to=tensorboard": is_valid_run,
     "shardwise train run.yaml data.eval=FILE.jsonl eval.strategy=epoch train.early_stopping_patience=2": is_valid_run,
     "shardwise train run.yaml log.profile_steps=3-5": is_valid_run,
+    "shardwise train run.yaml data.packing=true data.max_length=64 train.global_batch_size=32": is_valid_run,
+    "shardwise train run.yaml data.group_by_length=true": is_valid_run,
+    "shardwise train run.yaml data.loss=last_turn": is_valid_run,
     "shardwise train --help": shows_help,
     f"shardwise train --model DIR --data FILE.jsonl nnodes=2 node_rank=0 {MEETING} devices=16 pp=2": is_valid_run,
     f"python {EXAMPLE}": starts_a_script,
@@ -276,6 +280,9 @@ COMMANDS: dict[str, Check] = {
     GENERATE: answers,
     f"{SPLIT_RUN} use_lora=true output_dir=output/lora": is_valid_run,
     "shardwise export --merge output/lora merged": merges,
+    "shardwise export output/long exported --verify --max-shard-size 2GB": exports_a_checkpoint,
+    "shardwise train run.yaml save.strategy=steps save.steps=100 save.keep=2 save.async=true": is_valid_run,
+    "shardwise train run.yaml save.strategy=steps save.steps=100 restarts=3": is_valid_run,
     CHECK: checks_a_plan,
     f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
     "shardwise estimate --runs runs.csv": estimates_runs,

@@ -23,10 +23,11 @@ class TextEncoder:
     """Turns :class:`Text` into :class:`Tokens`: a BOS where the tokenizer puts one, the pieces, one EOS.
 
     The whole text is tokenised once. A token belongs to the piece of its last character, as those of a conversation.
+    ``loss`` is ``data.loss``: ``all_turns`` and ``text`` supervise every piece.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: str = "assistant") -> None:
+        self._tokenizer, self._all = tokenizer, loss in ("all_turns", "text")
         self._bos, self._eos = leading_bos(tokenizer), tokenizer.eos_token_id
 
     def __call__(self, row: Text) -> Tokens:
@@ -36,7 +37,7 @@ class TextEncoder:
             BadRow: the tokenizer refuses the text.
         """
         text = "".join(piece for piece, _ in row.pieces)
-        given = any(not supervised for _, supervised in row.pieces)
+        given = not self._all and any(not supervised for _, supervised in row.pieces)
         if given and not self._tokenizer.is_fast:
             name = type(self._tokenizer).__name__
             rule = "a prompt and its completion need a tokenizer that gives character offsets (a fast one)"
@@ -56,7 +57,7 @@ class TextEncoder:
                 if not supervised:
                     labels[(ends > start) & (ends <= start + len(piece))] = IGNORED
                 start += len(piece)
-        return self._with_ends(ids, labels, row.pieces[-1][1])
+        return self._with_ends(ids, labels, self._all or row.pieces[-1][1])
 
     def many(self, rows: Sequence[Text]) -> list[Tokens]:
         """The tokens of rows that are supervised as a whole, in one call, which costs a fraction of one for each.
@@ -76,7 +77,8 @@ class TextEncoder:
         if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
             ids = np.append(ids, self._eos)
             labels = np.append(labels, self._eos if supervised else IGNORED)
-        return Tokens(ids.astype(np.int32), labels.astype(np.int32))
+        head = int(len(ids) > 0 and int(ids[0]) == self._tokenizer.bos_token_id)
+        return Tokens(ids.astype(np.int32), labels.astype(np.int32), head=head)
 
 
 class RowEncoder:
@@ -86,6 +88,7 @@ class RowEncoder:
         tokenizer: gives the tokenizer.
         template: a chat template; None takes the tokenizer's own.
         vocab_size: rows of the model's embedding; every id is below it.
+        loss: what is supervised, ``data.loss``.
 
     Attributes:
         notes: what is to be said, once, of how rows are read; who says it takes it out.
@@ -96,8 +99,9 @@ class RowEncoder:
         tokenizer: Callable[[], PreTrainedTokenizerBase],
         template: str | None,
         vocab_size: int,
+        loss: str = "assistant",
     ) -> None:
-        self._load, self._template, self._vocab_size = tokenizer, template, vocab_size
+        self._load, self._template, self._vocab_size, self._loss = tokenizer, template, vocab_size, loss
         self.notes: list[str] = []
 
     def __call__(self, row: Sample) -> Tokens:
@@ -146,15 +150,19 @@ class RowEncoder:
 
     @cached_property
     def _text(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer)
+        return TextEncoder(self.tokenizer, self._loss)
 
     @cached_property
     def _chat(self) -> ChatEncoder:
-        return ChatEncoder(self.tokenizer, self._template)
+        encoder = ChatEncoder(self.tokenizer, self._template, self._loss)
+        if encoder.default_template is not None:
+            used = repr(encoder.default_template)
+            self.notes.append(f"the tokenizer has no chat template, so this one is used: {used}")
+        return encoder
 
     @cached_property
     def _pairs(self) -> PairEncoder:
-        encoder = PairEncoder(self.tokenizer, self._template)
+        encoder = PairEncoder(self.tokenizer, self._template, self._loss)
         if encoder.is_plain:
             self.notes.append("the tokenizer has no chat template: a row is its question, a line break, and its answer")
         return encoder

@@ -27,11 +27,15 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A row's ids and unshifted labels, int32 [length], and its own position ids where it has them."""
+    """A row's ids and unshifted labels, int32 [length], and its own position ids where it has them.
+
+    ``head`` counts the first tokens that a row keeps when it is cut to length (its beginning-of-sequence token).
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray | None = None
+    head: int = 0
 
 
 @dataclass(frozen=True, slots=True)

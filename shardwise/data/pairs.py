@@ -27,14 +27,17 @@ class PairEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer that gives character offsets.
         template: a chat template; None takes the tokenizer's own, and the plain text without one.
+        loss: what is supervised, as of :class:`ChatEncoder`.
 
     Attributes:
         is_plain: whether rows become plain text, since there is no template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, loss: str = "assistant"
+    ) -> None:
         self.is_plain = template is None and not tokenizer.chat_template
-        self._chat = ChatEncoder(tokenizer, PLAIN_TEMPLATE if self.is_plain else template)
+        self._chat = ChatEncoder(tokenizer, PLAIN_TEMPLATE if self.is_plain else template, loss)
 
     def __call__(self, value: dict[str, Any]) -> Tokens:
         """Ids and labels of one row, given as its turns (``messages``).

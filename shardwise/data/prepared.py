@@ -36,7 +36,7 @@ from shardwise.spec.described import code_hash
 from shardwise.spec.template import template_text
 
 # Keys of the section data on which a row's tokens do not depend.
-_ORDER_KEYS = {"train", "eval", "val_size", "max_samples", "packing", "shuffle", "seed", "drop_last"}
+_ORDER_KEYS = {"train", "eval", "val_size", "max_samples", "packing", "group_by_length", "shuffle", "seed", "drop_last"}
 # Files of a model's folder that its tokenizer is made of.
 _TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "sentencepiece", "added_tokens", "chat_template", "special")
 _KEPT_SECONDS = 30 * 86400.0  # a folder that nobody has opened for so long goes when another is written

@@ -98,7 +98,7 @@ class Source:
 
     def encoder(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> RowEncoder:
         """What makes tokens of its rows."""
-        return RowEncoder(tokenizer, self.run.chat_template, self.vocab_size)
+        return RowEncoder(tokenizer, self.run.chat_template, self.vocab_size, self.run.data.loss)
 
 
 def load_rows(

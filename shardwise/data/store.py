@@ -221,3 +221,10 @@ def row_sizes(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
         return rows.lengths, rows.supervised
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     return lengths, np.array([num_supervised(row.labels) for row in rows], dtype=np.int64)
+
+
+def first_late(rows: Sequence[Row]) -> Row | None:
+    """The first row with positions of its own that do not begin at 0."""
+    if isinstance(rows, Rows) and not any(len(store.columns["position_ids"]) for store in rows.stores):
+        return None
+    return next((row for row in rows if row.position_ids is not None and row.position_ids[0] != 0), None)

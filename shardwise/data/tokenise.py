@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.data.convert import read_row
+from shardwise.data.cut import shorten
 from shardwise.data.detect import check_format, format_of
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import IGNORED, BadRow, Format, Sample, Tokens
@@ -104,13 +105,12 @@ def _add(chunk: Chunk, line: int, tokens: Tokens, limits: Limits) -> None:
     """Keep a row, cut it, or note why it is left out."""
     length, whole = len(tokens.input_ids), fingerprint(tokens)
     if limits.tokens is not None and length > limits.tokens:
-        cut = _cut(tokens, limits.tokens)
-        # A row that was supervised and would no longer be teaches nothing: dropped and counted.
-        emptied = num_supervised(tokens.labels) > 0 and num_supervised(cut.labels) == 0
+        # A row whose answer would not stay whole teaches what is wrong: dropped and counted.
+        cut = shorten(tokens, limits.tokens) if limits.on_long == "truncate" else None
         if limits.on_long == "refuse":
             chunk.refused.append((line, length))
             return
-        if limits.on_long == "drop" or emptied:
+        if cut is None:
             chunk.dropped.append((line, length))
             return
         chunk.truncated.append((line, length))
@@ -118,8 +118,3 @@ def _add(chunk: Chunk, line: int, tokens: Tokens, limits: Limits) -> None:
     chunk.rows.append(tokens)
     chunk.lines.append(line)
     chunk.fingerprints.append(whole)
-
-
-def _cut(tokens: Tokens, length: int) -> Tokens:
-    positions = None if tokens.position_ids is None else tokens.position_ids[:length]
-    return Tokens(tokens.input_ids[:length], tokens.labels[:length], positions)

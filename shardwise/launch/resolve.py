@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from shardwise.config import NOT_AVAILABLE
 from shardwise.errors import ConfigError
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.describing import model_of
@@ -77,7 +78,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
         check_data(run, in_memory)
         check_output(run, folder, nodes)
     if command in ("train", "script"):
-        check_trackers(run)
+        check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
     run = _planned(run, model, folder, device, local * nodes.count)
     strategy, rows = resolve(run, model, local * nodes.count)
@@ -212,12 +213,15 @@ def _data_paths(run: RunConfig) -> list[tuple[str, str]]:
     return [(key, source.path) for key in _DATA_KEYS for source in data_sources(get(run, key))]
 
 
-def check_trackers(run: RunConfig) -> None:
-    """Refuse trackers whose package is not installed; it is looked for, not imported.
+def check_trackers(run: RunConfig, is_script: bool = False) -> None:
+    """Refuse trackers whose package is not installed (it is looked for, not imported), and restarts of a script.
 
     Raises:
         ConfigError: the package is absent, with the command that installs it.
     """
+    if is_script and run.restarts:
+        rule = f"restarts of scripts are {NOT_AVAILABLE}"
+        raise ConfigError(f"restarts = {run.restarts}", rule, "Leave it out, or use shardwise train")
     for name in tracker_names(run):
         if importlib.util.find_spec(name) is None:
             value = f"log.report_to = {name!r}"

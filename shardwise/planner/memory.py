@@ -12,12 +12,13 @@ from shardwise.planner.halves import stage_waiting_bytes
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
-from shardwise.planner.state import gathered_bytes, state_terms
+from shardwise.planner.state import STATE, gathered_bytes, state_terms
 from shardwise.spec.block import Amount, PartCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
 
 SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
+_MOMENT_BYTES = 8.0  # of a weight: Adam's two, in fp32
 BASE_BYTES = 1.5 * 2**30  # context, libraries' workspaces, communicators
 
 
@@ -45,11 +46,23 @@ def rank_memory(
     kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
     terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
     terms["gathered"] = _gathered(kinds, layout, work)
-    if work.counted != "tensors":
+    if work.counted == "first step":
+        terms = _first_step(terms, work)
+    elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     if work.counted == "device":
         terms["base"] = BASE_BYTES
     return {name: float(value) for name, value in terms.items()}
+
+
+def _first_step(terms: dict[str, Any], work: Work) -> dict[str, Any]:
+    """The larger of two moments of a run's first step: in the passes no moments are there yet, in the update that
+    makes them nothing of the passes is left.
+    """
+    moments = min(_MOMENT_BYTES / work.optimizer_bytes, 1.0) if work.optimizer_bytes else 0.0
+    passing = terms | {"optimizer": terms["optimizer"] * (1 - moments)}
+    updating = {name: size if name in STATE else 0.0 for name, size in terms.items()}
+    return max(passing, updating, key=lambda one: sum(one.values()))
 
 
 def _saved(parts: Sequence[Placed], layout: Layout, work: Work) -> float:

@@ -68,7 +68,9 @@ class DataConfig(_Section):
     format: DataFormat = "auto"
     max_length: PositiveInt | None = None
     on_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    loss: Literal["assistant", "last_turn", "all_turns", "text"] = "assistant"
     packing: bool = False
+    group_by_length: bool = False
     shuffle: bool = True
     seed: Seed | None = None  # None: train.seed
     drop_last: bool = False

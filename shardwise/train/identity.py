@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from shardwise.checkpoint.listing import complete_checkpoints, saved_state
+from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, saved_state
 from shardwise.errors import CheckpointError
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+from shardwise.train.previous import is_set_aside
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,29 @@ class RunIdentity:
                 )
 
 
-def chosen_checkpoint(run: RunConfig, folder: Path) -> Path | None:
-    """The checkpoint that ``resume`` means: the newest complete one in ``folder``, the one given, or None to start."""
+def resumable(run: RunConfig, folder: Path) -> list[Path]:
+    """The checkpoints that ``resume`` may mean, the first choice first: the complete ones in ``folder`` from the newest
+    on, or the one given; none to start."""
     if run.resume == "no":
-        return None
+        return []
     if run.resume == "auto":
-        return next(iter(reversed(complete_checkpoints(folder))), None)
-    return Path(run.resume)
+        return complete_checkpoints(folder)[::-1]
+    return [Path(run.resume).resolve()]  # LATEST and BEST are links
+
+
+def chosen_checkpoint(run: RunConfig, folder: Path) -> Path | None:
+    """The first choice of :func:`resumable`, None to start."""
+    return next(iter(resumable(run, folder)), None)
+
+
+def after_restart(run: RunConfig, output_dir: Path) -> RunConfig:
+    """The run as it goes on after a failure: from its newest checkpoint, or as it began if it has made none.
+
+    Results that are still set aside say that it has not made a step, so that checkpoints may be another run's.
+    """
+    if is_set_aside(output_dir) or not complete_checkpoints(output_dir / CHECKPOINTS):
+        return run
+    return run.model_copy(update={"resume": "auto", "overwrite": False})
 
 
 def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
@@ -63,3 +81,29 @@ def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
         lora = saved["lora"]  # on which modules is known when the model has been built
     identity = RunIdentity(plan.model.hash, run.train.optimizer, saved.get("data", ""), lora)
     identity.check(saved, checkpoint)
+
+
+def check_order(saved: dict[str, Any], run: RunConfig, checkpoint: Path) -> None:
+    """Refuse to go on in the middle of an epoch in another order: some of its rows would come twice, others never.
+
+    Args:
+        saved: the state that the checkpoint holds.
+
+    Raises:
+        CheckpointError: the key that differs.
+    """
+    if not saved["train"]["loader"]["rows_seen"]:
+        return
+    before, now = saved["run"], run.model_dump(mode="json")
+    orders = []
+    for tree in (before, now):
+        data, seed = tree["data"], tree["train"]["seed"]
+        order = {"data.shuffle": data["shuffle"], "data.group_by_length": data.get("group_by_length", False)}
+        if data["shuffle"]:
+            order["data.seed"] = seed if data["seed"] is None else data["seed"]
+        orders.append(order)
+    for key, value in orders[0].items():
+        if orders[1].get(key) != value:
+            shown, other = str(value).lower(), str(orders[1].get(key)).lower()
+            rule = f"it stands in the middle of an epoch in the order of {key} = {shown}, that of this run is {other}"
+            raise CheckpointError(f"resume from {checkpoint}", rule, f"Use {key}={shown}, or start anew with resume=no")

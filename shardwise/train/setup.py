@@ -142,5 +142,9 @@ def make_loader(rows: Sequence[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> 
         seed=seed,
         drop_last=run.data.drop_last,
         log_rows=run.log.rows,
+        packing=run.data.packing,
+        # No further than the positions that the model has, since padding counts on from the last row.
+        pack_length=min(run.data.max_length, plan.model.max_position_embeddings) if run.data.max_length else None,
+        group_by_length=run.data.group_by_length,
     )
     return Loader(rows, settings)

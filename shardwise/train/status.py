@@ -32,6 +32,8 @@ class Status:
         checkpoint: newest complete checkpoint, relative to the output folder.
         reason: why a run ended before its last step though nothing failed, None else.
         first_step: steps that were done before this start, None until it has begun.
+        restarts: how often the launcher has started the workers again after a failure.
+        restart_seconds: from the last failure to the end of the first step after it; None without one.
     """
 
     state: Literal["running", "done", "refused", "failed", "stopped"] = "running"
@@ -42,6 +44,8 @@ class Status:
     checkpoint: str | None = None
     reason: str | None = None
     first_step: int | None = None
+    restarts: int = 0
+    restart_seconds: float | None = None
 
 
 def write_status(output_dir: Path, status: Status) -> None:

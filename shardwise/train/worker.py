@@ -15,6 +15,8 @@ from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
 from shardwise.data.prepared import data_folder, num_cores
+from shardwise.models.packing import check_packing
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
@@ -29,14 +31,15 @@ from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.data import DataReader
 from shardwise.train.early_stopping import EarlyStopping
-from shardwise.train.identity import RunIdentity, chosen_checkpoint
+from shardwise.train.identity import RunIdentity, after_restart, check_order, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
 from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
+from shardwise.train.restarts import TellsRestart
+from shardwise.train.saving import TrainState, changes, intact_checkpoint, lora_fingerprint, restore
 from shardwise.train.setup import Blueprint, load_model, make_loader
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
@@ -56,6 +59,8 @@ def train(context: WorkerContext, callbacks: Sequence[Callback] = ()) -> dict[st
         ShardwiseError: something that only shows with the weights or the data at hand.
     """
     run = parse_run(load_yaml(context.output_dir / "run.yaml"))
+    if context.restart is not None:
+        run = after_restart(run, context.output_dir)
     plan = Plan.load(context.output_dir / "plan.json")
     stopped = make_trainer(run, plan, context, callbacks=callbacks).train()
     return {"stopped": stopped} if stopped else {}
@@ -74,7 +79,8 @@ def make_trainer(
     parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
     cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
-    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *cache, *callbacks])
+    told = [TellsRestart(context.restart, view.say)] if context.restart is not None else []
+    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *told, *cache, *callbacks])
 
 
 def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], None]) -> list[Callback]:
@@ -113,6 +119,8 @@ def build_parts(
 
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
+    if run.data.packing:
+        from_rank_0(lambda: check_packing(blueprint.model))
     assert run.data.train is not None
     reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
     rows, apart = reader.train_rows()
@@ -155,7 +163,9 @@ def _checked_identity(run: RunConfig, plan: Plan, context: WorkerContext, data: 
     identity = RunIdentity(plan.model.hash, run.train.optimizer, data)
     checkpoint = chosen_checkpoint(run, context.output_dir / CHECKPOINTS)
     if checkpoint is not None:
-        identity.check(saved_state(checkpoint)["identity"], checkpoint, ("model", "optimizer", "data"))
+        saved = saved_state(checkpoint)
+        identity.check(saved["identity"], checkpoint, ("model", "optimizer", "data"))
+        check_order(saved, run, checkpoint)
     return identity
 
 
@@ -166,6 +176,9 @@ def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> Non
     elif num_rows < global_batch_size:
         few = f"{num_rows} rows are fewer than the global batch of {global_batch_size}"
         say(f"data: {few}: each epoch is one step with all of them")
+    if loader.settings.packing:
+        packed, unpacked = loader.fill_rates()
+        say(f"packing   {packed:.1%} of the tokens of a step are no padding; {unpacked:.1%} without packing")
 
 
 def _compiled_by_rule(
@@ -185,11 +198,13 @@ def _compiled_by_rule(
 
 def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
     """Where the run stands, and the checkpoint that it goes on from, relative to the output folder."""
-    checkpoint = chosen_checkpoint(parts.run, parts.context.output_dir / CHECKPOINTS)
+    checkpoint, notes = intact_checkpoint(parts.run, parts.context.output_dir / CHECKPOINTS)
+    terminal = parts.context.terminal
+    for note in notes if terminal is not None else []:
+        print(f"passed over {note}", file=terminal, flush=True)
     if checkpoint is None:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
-    terminal = parts.context.terminal
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
         for line in changes(saved_state(checkpoint)["run"], parts.run):

@@ -65,7 +65,8 @@ WRONG = [
     _row("lora scaled by zero", "lora.alpha=0", "lora.alpha = 0", "lora.alpha: 16"),
     _row("lora switched off and on", "use_lora=false;lora.r=4", "use_lora = false", "contradict"),
     _row("lora of rank zero", "lora.r=0", "lora.r = 0", "greater than 0"),
-    _row("feature not built: packing", "data.packing=true", "data.packing", "not available in this version"),
+    _row("packing and grouping", "data.packing=true;data.group_by_length=true", "group_by_length", "one of them"),
+    _row("grouping in file order", "data.shuffle=false;data.group_by_length=true", "data.shuffle = false", "the file"),
     _row("feature not built: context parallel", "cp=2", "strategy.cp = 2", "not available in this version"),
     _row(
         "compiled adapters with dropout", "train.compile=true;lora.dropout=0.1", "lora.dropout = 0.1", "compile: false"

@@ -53,12 +53,14 @@ def load(path: Path, vocab_size: int = 132, **given: Any) -> Rows:
     return load_rows(source, **given)
 
 
-def make_tokenizer(template: str | None = CHATML, *, adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained here, with ChatML's marks as special tokens."""
+def make_tokenizer(
+    template: str | None = CHATML, *, adds_bos: bool = False, marks: bool = True
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained here, with ChatML's marks as special tokens if it has ``marks``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    special = ["<s>", "</s>", *(["<|im_start|>", "<|im_end|>"] if marks else [])]
     trainer = trainers.BpeTrainer(
         vocab_size=500,
         special_tokens=special,
