@@ -223,6 +223,29 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     print(save_plan(job, found, output), file=sys.stderr)
 
 
+@app.command("measure")
+@_interruptible
+def measure_machine(
+    devices: Annotated[int | None, typer.Option(min=1, help="processes at once; else one a core")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a few seconds, fewer sizes")] = False,
+    show: Annotated[bool, typer.Option("--show", help="what was measured before; nothing is run")] = False,
+    output: Annotated[Path | None, typer.Option(help="a profile to write, for --cluster")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Time what training is made of on this machine's CPU, and make the profile that plans are made with."""
+    from shardwise.launch.measuring import measured_here, profile_name, save_profile
+    from shardwise.report.measured import measured_answer, show_measured
+    from shardwise.report.results import print_json, results_console
+
+    samples = measured_here(devices, "quick" if quick else "full", os.environ, show=show)
+    if as_json:
+        print_json(measured_answer(samples, profile_name(samples)))
+    else:
+        show_measured(samples, results_console())
+    if output is not None:
+        save_profile(samples, output)
+
+
 @model_app.command("show")
 @_interruptible
 def model_show(

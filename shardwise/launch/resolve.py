@@ -80,7 +80,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if command in ("train", "script"):
         check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
-    run = _planned(run, model, folder, device, local * nodes.count)
+    run, predicted = _planned(run, model, folder, device, local * nodes.count)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
@@ -91,7 +91,10 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
-    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device, table)
+    filled, plan = (
+        _filled(run, folder, device, strategy, rows),
+        Plan(model, strategy, rows, device, table, predicted=predicted),
+    )
     if command == "train" and not nodes.rank:
         check_resume(filled, plan, checkpoints_now(local_path(run.output_dir)))
     for note in notes:
@@ -99,13 +102,30 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     return filled, plan
 
 
-def _planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> RunConfig:
-    """The run with the best plan's strategy where it names its cluster; the planner is loaded for such a run only."""
-    if run.cluster is None:
-        return run
+def _planned(
+    run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int
+) -> tuple[RunConfig, dict[str, float] | None]:
+    """The run with the best plan's strategy where it is to be planned, and what the planner expects of that.
+
+    The planner is loaded for such a run only.
+    """
+    if run.cluster is None and not planned_by_itself(run, device):
+        return run, None
     from shardwise.launch.automatic import with_planned
 
-    return with_planned(run, model, folder, device, local_devices)
+    planned = with_planned(run, model, folder, device, local_devices)
+    return planned.run, planned.predicted
+
+
+def planned_by_itself(run: RunConfig, device: DeviceType) -> bool:
+    """Whether a run that names no cluster is planned: several processes of this CPU, and nothing of a strategy given.
+
+    A batch given as accumulation steps would depend on the plan: such a run keeps the rule for missing degrees.
+    """
+    names = run.strategy.model_fields_set - {"gradient_aggregation_group"}
+    given = any(getattr(run.strategy, name) is not None for name in names)
+    here = device == "cpu" and run.nnodes == 1 and (run.devices or 1) > 1
+    return here and not given and run.train.gradient_accumulation_steps is None
 
 
 def locate_tokenizer(run: RunConfig) -> RunConfig:

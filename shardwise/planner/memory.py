@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.planner.arrays import largest
-from shardwise.planner.compute import amount_bytes, product_weights, rank_tokens
+from shardwise.planner.compute import amount_bytes, product_weights, rank_parameters, rank_tokens
 from shardwise.planner.data import dense_and_expert
 from shardwise.planner.halves import stage_waiting_bytes
+from shardwise.planner.host import heap_bytes, heap_share
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
@@ -19,7 +20,6 @@ from shardwise.spec.schedule import Action
 
 SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
 _MOMENT_BYTES = 8.0  # of a weight: Adam's two, in fp32
-BASE_BYTES = 1.5 * 2**30  # context, libraries' workspaces, communicators
 
 
 def rank_memory(
@@ -48,10 +48,12 @@ def rank_memory(
     terms["gathered"] = _gathered(kinds, layout, work)
     if work.counted == "first step":
         terms = _first_step(terms, work)
+    elif work.counted == "process":
+        terms["heap"] = heap_bytes(terms, layout)
     elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
-    if work.counted == "device":
-        terms["base"] = BASE_BYTES
+    if work.counted in ("device", "process"):
+        terms["base"] = work.base_bytes
     return {name: float(value) for name, value in terms.items()}
 
 
@@ -63,6 +65,11 @@ def _first_step(terms: dict[str, Any], work: Work) -> dict[str, Any]:
     passing = terms | {"optimizer": terms["optimizer"] * (1 - moments)}
     updating = {name: size if name in STATE else 0.0 for name, size in terms.items()}
     return max(passing, updating, key=lambda one: sum(one.values()))
+
+
+def slack_share(work: Work, layout: Layout) -> float:
+    """Of what is kept of a micro-batch, how much more the allocator keeps."""
+    return heap_share(layout) if work.counted == "process" else SLACK
 
 
 def _saved(parts: Sequence[Placed], layout: Layout, work: Work) -> float:
@@ -86,12 +93,18 @@ def workspace_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work
     bytes_ = everything - kept + (0.0 if part.name == "head" else 0.5 * everything)
     if not work.ours:
         return bytes_
-    # Of one weight at a time the gradient of a micro-batch, before it is added to the step's.
+    return bytes_ + fresh_bytes(part, layout, work)
+
+
+def fresh_bytes(part: PartCosts, layout: Layout, work: Work) -> Any:
+    """Of one weight at a time the gradient of a micro-batch, before it is added to the step's."""
     fresh: Any = 0.0
     for product in part.products:
         if product.trainable:
             fresh = largest(fresh, product_weights(product, layout))
-    return bytes_ + fresh * work.compute_bytes
+    if part.name == "embedding":  # a lookup's gradient is as large as its table
+        fresh = largest(fresh, rank_parameters(part.trainable, part, layout))
+    return fresh * work.compute_bytes
 
 
 def _gathered(parts: Sequence[Placed], layout: Layout, work: Work) -> float:

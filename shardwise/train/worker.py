@@ -35,6 +35,7 @@ from shardwise.train.identity import RunIdentity, after_restart, check_order, ch
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.predicted import PredictionReport
 from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
@@ -79,7 +80,9 @@ def make_trainer(
     parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
     cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
-    told = [TellsRestart(context.restart, view.say)] if context.restart is not None else []
+    told: list[Callback] = [TellsRestart(context.restart, view.say)] if context.restart is not None else []
+    if plan.predicted:
+        told.append(PredictionReport(plan.predicted, view.say))
     return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *told, *cache, *callbacks])
 
 

@@ -78,7 +78,9 @@ def test_step_time_of_each_source(found: dict[str, Any]) -> None:
     [
         pytest.param(
             name,
-            marks=pytest.mark.xfail(strict=True, reason="two blocks, and steps below a second: too little is seen of it")
+            marks=pytest.mark.xfail(
+                strict=True, reason="two blocks, and steps below a second: too little is seen of it"
+            )
             if name == "MindSpeed-LLM CI baselines"
             else (),
         )
