@@ -2,10 +2,10 @@
 
     python -m benchmarks.data [--rows 100000] [--processes 2]
 
-Both sides read the same JSON lines with the same tokenizer and as many processes, alternating, each in a process of its
-own, and the clock starts behind the imports. The peer's function makes token ids in batches, as its documentation
-recommends, and nothing else; our side also finds what is supervised, checks every row and names it. Needs the package
-datasets.
+Both sides read the same JSON lines with the same tokenizer, chat template and number of processes, alternating, each in
+a process of its own, and the clock starts behind the imports and the loading of the tokenizer. Both make token ids and,
+for chats, the mask of what the assistant says: the peer by the marks in the template, in batches. Their numbers of
+supervised tokens must agree. Needs the package datasets.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 KINDS, SIDES = ("chats", "texts"), ("shardwise", "datasets")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 def write_rows(path: Path, kind: str, number: int) -> None:
@@ -39,40 +45,41 @@ def write_rows(path: Path, kind: str, number: int) -> None:
 
 
 def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
-    """``(seconds, tokens)`` of preparing a file."""
+    """``(seconds, supervised tokens)`` of preparing a file."""
+    from transformers import AutoTokenizer
+
     from shardwise.data.prepared import open_prepared, prepare
     from shardwise.data.rows import Source
     from shardwise.spec.rules import parse_run
 
+    AutoTokenizer.from_pretrained(model)  # so that its imports are no work of either side
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    run = parse_run({"model": str(model), "data": {"train": str(path)}})
-    import transformers  # noqa: F401  its import is no work of either side
-
+    run = parse_run({"model": str(model), "chat_template": TEMPLATE, "data": {"train": str(path)}})
     began = time.perf_counter()
     rows, _ = open_prepared(prepare(Source(path, run, vocab_size), folder, processes))
-    return time.perf_counter() - began, int(rows.lengths.sum())
+    return time.perf_counter() - began, int(rows.supervised.sum())
 
 
 def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
-    """``(seconds, tokens)`` of reading a file and mapping a tokenizer over it in batches."""
+    """``(seconds, supervised tokens)`` of reading a file and mapping a tokenizer over it in batches."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
+    settings = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
         if "messages" in batch:
-            texts = tokenizer.apply_chat_template(batch["messages"], tokenize=False)
-            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        else:
-            ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(batch["text"])["input_ids"]]
-        return {"input_ids": ids, "length": [len(row) for row in ids]}
+            found = tokenizer.apply_chat_template(batch["messages"], chat_template=TEMPLATE, **settings)
+            return {"input_ids": found["input_ids"], "learned": found["assistant_masks"]}
+        ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(batch["text"])["input_ids"]]
+        return {"input_ids": ids, "learned": [[0, *[1] * (len(row) - 1)] for row in ids]}
 
     began = time.perf_counter()
     table = Dataset.from_json(str(path), cache_dir=str(folder))
     table = table.map(encode, batched=True, num_proc=processes, remove_columns=table.column_names)
     seconds = time.perf_counter() - began
-    return seconds, sum(table["length"])
+    return seconds, sum(map(sum, table["learned"]))
 
 
 def measure(side: str, path: Path, model: Path, processes: int) -> dict[str, Any]:
@@ -113,9 +120,13 @@ def main() -> None:
                     found = measure(side, path, given.model, given.processes)
                     taken[side].append(found["seconds"])
                     tokens[side] = found["tokens"]
+            if len(set(tokens.values())) > 1:
+                raise SystemExit(f"{kind}: the sides disagree about the supervised tokens: {tokens}")
             medians = {side: statistics.median(times) for side, times in taken.items()}
             for side in SIDES:
-                speed = f"{given.rows / medians[side]:,.0f} rows/s, {tokens[side] / medians[side]:,.0f} tokens/s"
+                speed = (
+                    f"{given.rows / medians[side]:,.0f} rows/s, {tokens[side] / medians[side]:,.0f} supervised tokens/s"
+                )
                 print(f"{kind}: {side} {medians[side]:.1f} s, {speed}")
             print(f"{kind}: ratio of seconds {medians['shardwise'] / medians['datasets']:.2f}")
 

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import deque
@@ -202,7 +203,9 @@ def _in_parallel(
     if processes <= 1:
         yield from map(_work, tasks)
         return
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(processes, fork, initializer=signal.signal, initargs=ignore)
     waiting: deque[Future[tuple[int, str, Chunk, int]]] = deque()
     try:
         for task in tasks:
