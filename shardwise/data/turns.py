@@ -83,8 +83,8 @@ def words_of(message: Message) -> str:
 def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
     """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
 
-    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, and
-    no later than its content.
+    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, or
+    with its content where that happens to begin alike.
     """
     prompt = render(before, True)
     if text.startswith(prompt):
@@ -93,8 +93,8 @@ def _start(before: list[Message], content: str, text: str, render: Render) -> in
     if not text.startswith(plain):
         return None
     parting = len(_whole_marks(text[: _shared(prompt, text)]))
-    place = text.find(content, len(plain)) if content else -1
-    return min(parting, place) if place >= 0 else parting
+    place = text.rfind(content, len(plain), parting + len(content))
+    return place if 0 <= place <= parting < place + len(content) else parting
 
 
 def _end(turns: list[Message], content: str, text: str, start: int, render: Render) -> int | None:
@@ -140,7 +140,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
         if message["role"] == "assistant":
             start, end = assistant_span(messages, k, text, render)
         elif content:
-            start = text.find(content, before)
+            start = _place_of_words(messages[: k + 1], content, text, before, render)
             if start < 0:
                 raise BadRow(f"the chat template leaves out the text of turn {k + 1}, or writes it elsewhere")
             end = start + len(content)
@@ -151,6 +151,21 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
         if k in wanted:
             spans.append((start, end))
     return spans
+
+
+def _place_of_words(turns: list[Message], content: str, text: str, before: int, render: Render) -> int:
+    """Where the words of the last of ``turns`` stand in ``text``, behind ``before``; negative: nowhere.
+
+    Other words in their place show where it is: short ones may stand in what the template writes, too.
+    """
+    other = next(mark for mark in _STAND_INS if not content.startswith(mark))
+    try:
+        place = _shared(render([*turns[:-1], turns[-1] | {"content": other}], False), text)
+    except REFUSALS:
+        place = -1
+    if place >= before and text.startswith(content, place):
+        return place
+    return text.find(content, before)
 
 
 def _length_of_end(turns: Sequence[Message], content: str, following: str, render: Render) -> int:
