@@ -47,8 +47,12 @@ def supervised_spans(
     wanted = set(range(len(messages)) if learned is None else learned)
     if loss == "all_turns":
         return _every_turn(messages, text, render, wanted)
-    chosen = turns[-1:] if loss == "last_turn" else turns
-    return [assistant_span(messages, k, text, render) for k in chosen if k in wanted]
+    chosen = [k for k in (turns[-1:] if loss == "last_turn" else turns) if k in wanted]
+    spans = [assistant_span(messages, k, text, render) for k in chosen]
+    for k, (_, end), (start, _) in zip(chosen, spans, spans[1:], strict=False):
+        if end > start:
+            raise _not_found(k)
+    return spans
 
 
 def assistant_span(messages: list[Message], k: int, text: str, render: Render) -> Span:
@@ -62,10 +66,7 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
     start = _start(messages[:k], content, text, render)
     end = None if start is None else _end(messages[: k + 1], content, text, start, render)
     if start is None or end is None or end <= start:
-        rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
-        raise TurnNotFoundError(
-            f"turn {k + 1} (assistant) cannot be found: {rule}, tokenise the rows yourself, or use data.loss=last_turn"
-        )
+        raise _not_found(k)
     # Its last line, since a template may set a thought before the answer apart.
     said = [content.splitlines()[-1]] if content else []
     for words in [*said, *(call["function"]["name"] for call in message.get("tool_calls") or ())]:
@@ -73,6 +74,13 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
             what = "text" if words in said else f"call of {words}"
             raise BadRow(f"the chat template leaves out the {what} of turn {k + 1} (it may want a list of parts)")
     return start, end
+
+
+def _not_found(k: int) -> TurnNotFoundError:
+    rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
+    return TurnNotFoundError(
+        f"turn {k + 1} (assistant) cannot be found: {rule}, tokenise the rows yourself, or use data.loss=last_turn"
+    )
 
 
 def words_of(message: Message) -> str:
@@ -111,13 +119,15 @@ def _end(turns: list[Message], content: str, text: str, start: int, render: Rend
     if turns[-1].get("tool_calls"):
         place = text.find(tail, text.find(content, start) + len(content))
         return place + len(tail) if place >= 0 and tail.strip() else None
-    place = text.find(content, start) if content else -1
-    while place >= 0:
-        end = place + len(content)
-        following = _whole_marks(tail[: _shared(tail, text[end : end + len(tail)])])
-        if following.strip() or not tail.strip():
-            return end + len(following)
-        place = text.find(content, place + 1)
+    # A template may strip the words, or leave out the thought before them in turns that are not the last.
+    for words in dict.fromkeys((turns[-1]["content"], content, content.rpartition("</think>")[2].strip())):
+        place = text.find(words, start) if words else -1
+        while place >= 0:
+            end = place + len(words)
+            following = _whole_marks(tail[: _shared(tail, text[end : end + len(tail)])])
+            if following.strip() or not tail.strip():
+                return end + len(following)
+            place = text.find(words, place + 1)
     return None
 
 
