@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fit_planner import TABLE, fit_groups
+from benchmarks.fit_planner import TABLE, family, fitted_groups, load
 from shardwise.planner.accuracy import Prediction, predict, read_rows
+from shardwise.planner.runs import read_run
 
 FILE = Path(__file__).resolve().parents[1] / "docs/predictions.csv"
 COLUMNS = (
@@ -33,10 +35,23 @@ COLUMNS = (
 )
 
 
-def table_row(one: Prediction, fitted: set[tuple[str, str]]) -> dict[str, str]:
-    """A row of the page: measured, predicted and the relative error, as text."""
+def sides(predictions: Sequence[Prediction]) -> list[str]:
+    """Of each row whether its group was fitted or is for checking; empty for rows that are not scored."""
+    fitted = fitted_groups(load())
+    found = []
+    for one in predictions:
+        row = one.row
+        if not one.scored:
+            found.append("")
+            continue
+        group = (family(read_run(row)), row["source"], row["model_name"])
+        found.append("fit" if group in fitted else "check")
+    return found
+
+
+def table_row(one: Prediction, side: str) -> dict[str, str]:
+    """A row of the table: measured, predicted and the relative error, as text."""
     row, made = one.row, one.estimate
-    group = "fit" if (row["source"], row["model_name"]) in fitted else "check"
     has_memory = made is not None and one.memory_bytes is not None
     return {
         "id": one.id,
@@ -45,7 +60,7 @@ def table_row(one: Prediction, fitted: set[tuple[str, str]]) -> dict[str, str]:
         "chip": row["chip"],
         "devices": row["num_devices"],
         "kind": one.kind,
-        "rows": group if one.scored else "not scored",
+        "rows": side or "not scored",
         "step_seconds": _number(one.seconds),
         "predicted_seconds": _number(made.step_seconds if made else None),
         "time_error": _share(one.time_error),
@@ -67,12 +82,11 @@ def _share(value: float | None) -> str:
 
 def main() -> None:
     """Write the file."""
-    rows = read_rows(TABLE)
-    fitted = fit_groups(rows)
+    predictions = predict(read_rows(TABLE))
     with FILE.open("w", encoding="utf-8", newline="") as handle:
         writer = csv.DictWriter(handle, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(table_row(one, fitted) for one in predict(rows))
+        writer.writerows(table_row(*pair) for pair in zip(predictions, sides(predictions), strict=True))
 
 
 if __name__ == "__main__":

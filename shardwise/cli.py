@@ -130,28 +130,23 @@ def generate(
 @app.command()
 @_interruptible
 def export(
-    source: Annotated[Path, typer.Argument(help="output folder of a LoRA run, or an adapter folder")],
-    out: Annotated[Path, typer.Argument(help="folder for the merged model; not there yet, or empty")],
+    source: Annotated[Path, typer.Argument(help="a run's output folder, a checkpoint, or an adapter folder")],
+    out: Annotated[Path, typer.Argument(help="folder for the export; not there yet, or empty")],
     merge: Annotated[bool, typer.Option("--merge", help="fold the adapter into its base model")] = False,
     base: Annotated[
         Path | None, typer.Option(help="base model, where the one that the adapter names has moved")
     ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="compare logits with the model of the checkpoint")] = False,
+    max_shard_size: Annotated[str | None, typer.Option(help="of a weight file, such as 2GB")] = None,
 ) -> None:
-    """Write a Hugging Face folder from a LoRA run: its base model with the adapter merged in."""
-    from shardwise.config import NOT_AVAILABLE
-    from shardwise.errors import ConfigError
+    """Write a Hugging Face folder from a checkpoint: the model, or of a LoRA run the adapter or both merged."""
+    from shardwise.launch.exporting import write_export
 
-    if not merge:
-        raise ConfigError("export without --merge", NOT_AVAILABLE, "Add --merge to fold an adapter into its base model")
-    from shardwise.checkpoint.merge import merge as write_merged
-    from shardwise.launch.paths import check_path
-
-    for key, path in (("source", source), ("out", out), ("base", base)):
-        check_path(key, None if path is None else str(path))
-    comparison = write_merged(source, out, base)
-    print(comparison, file=sys.stderr, flush=True)
+    comparison = write_export(source, out, merge=merge, base=base, verify=verify, max_shard_size=max_shard_size)
+    if comparison is not None:
+        print(comparison, file=sys.stderr, flush=True)
     print(out, flush=True)
-    if not comparison.agrees:
+    if comparison is not None and not comparison.agrees:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
@@ -226,6 +221,29 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     if html is not None:
         save_page(plan_page(job, found), html)
     print(save_plan(job, found, output), file=sys.stderr)
+
+
+@app.command("measure")
+@_interruptible
+def measure_machine(
+    devices: Annotated[int | None, typer.Option(min=1, help="processes at once; else one a core")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a few seconds, fewer sizes")] = False,
+    show: Annotated[bool, typer.Option("--show", help="what was measured before; nothing is run")] = False,
+    output: Annotated[Path | None, typer.Option(help="a profile to write, for --cluster")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Time what training is made of on this machine's CPU, and make the profile that plans are made with."""
+    from shardwise.launch.measuring import measured_here, profile_name, save_profile
+    from shardwise.report.measured import measured_answer, show_measured
+    from shardwise.report.results import print_json, results_console
+
+    samples = measured_here(devices, "quick" if quick else "full", os.environ, show=show)
+    if as_json:
+        print_json(measured_answer(samples, profile_name(samples)))
+    else:
+        show_measured(samples, results_console())
+    if output is not None:
+        save_profile(samples, output)
 
 
 @model_app.command("show")

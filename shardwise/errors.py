@@ -41,9 +41,19 @@ class DifferenceError(ShardwiseError):
 
 
 class SaveError(ShardwiseError):
-    """A checkpoint or an export that could not be written; what was there before is untouched."""
+    """A checkpoint or an export that could not be written; what was there before is untouched.
+
+    ``rank`` is the one that could not write, where the others have heard of it.
+    """
 
     exit_code = 3
+    rank: int | None = None
+
+    def of_rank(self, rank: int) -> SaveError:
+        """The same with the rank that met it."""
+        error = SaveError(self.value, f"rank {rank}: {self.rule}", self.remedy)
+        error.rank = rank
+        return error
 
 
 class LaunchError(ShardwiseError):

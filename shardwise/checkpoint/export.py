@@ -53,7 +53,7 @@ def export_model(
         naming: the tensors of the files, with their dtypes and, where they are given, the files' names.
         replace: the folder is the run's own, and what it held goes; else its other files stay.
     """
-    files = _assign_files(naming.tensors)
+    files = assign_files(naming.tensors)
 
     def write(draft: Path) -> None:
         if dist.get_rank() == 0:
@@ -115,32 +115,41 @@ def write_files(
         files: file name -> its tensors.
         named: name in ``naming.parts`` and the slice of it that this rank holds; only owners write.
     """
-    tensors = naming.tensors
     if dist.get_rank() == 0:
-        _write_headers(folder, files, tensors)
+        write_headers(folder, files, naming.tensors)
     dist.barrier()
-    places = _places(files, tensors)
+    write_slices(folder, files, naming, named)
+    dist.barrier()
+
+
+def write_slices(
+    folder: Path, files: Mapping[str, list[str]], naming: Naming, named: Iterable[tuple[str, Shard]]
+) -> None:
+    """Write what this process owns of ``named`` into files whose headers are there; arguments as above."""
+    places = _places(files, naming.tensors)
     for name, shard in named:
         owned = [piece for piece in shard.layout.pieces if piece.owned]
         if not owned:
             continue  # the second copy of a tied weight has no name in the files
         for box in boxes(naming.parts[name], owned):
             values = box.turned(shard.data[box.local])
-            _write_box(folder, places[box.name], tensors[box.name], box.stored, values)
-    dist.barrier()
+            _write_box(folder, places[box.name], naming.tensors[box.name], box.stored, values)
 
 
-def _assign_files(tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-    """File name -> its tensors, in order: as they came, else one file up to :data:`MAX_FILE_BYTES`."""
+def assign_files(tensors: Mapping[str, StoredTensor], max_bytes: int | None = None) -> dict[str, list[str]]:
+    """File name -> its tensors, in order: as they came, else one file up to :data:`MAX_FILE_BYTES`.
+
+    With ``max_bytes`` they are parted anew; a tensor that is larger has a file of its own.
+    """
     by_file: dict[str, list[str]] = {}
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
-        if tensor.file is not None:
+        if tensor.file is not None and max_bytes is None:
             by_file.setdefault(tensor.file, []).append(name)
             continue
-        num_bytes = _num_bytes(tensor)
-        if groups[-1] and size + num_bytes > MAX_FILE_BYTES:
+        num_bytes = tensor_bytes(tensor)
+        if groups[-1] and size + num_bytes > (max_bytes or MAX_FILE_BYTES):
             groups.append([])
             size = 0
         groups[-1].append(name)
@@ -152,7 +161,8 @@ def _assign_files(tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _num_bytes(tensor: StoredTensor) -> int:
+def tensor_bytes(tensor: StoredTensor) -> int:
+    """Bytes of a tensor's values."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -162,7 +172,7 @@ def _header(names: list[str], tensors: Mapping[str, StoredTensor]) -> tuple[byte
     starts, start = {}, 0
     for name in names:
         tensor = tensors[name]
-        stop = start + _num_bytes(tensor)
+        stop = start + tensor_bytes(tensor)
         entries[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -184,7 +194,8 @@ def _places(files: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor])
     }
 
 
-def _write_headers(folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor]) -> None:
+def write_headers(folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor]) -> None:
+    """Make the files with their headers and all the room they need, and the index of several; by one process."""
     for file, names in files.items():
         head, offsets = _header(names, tensors)
         with writing(folder / file), (folder / file).open("wb") as handle:
@@ -193,7 +204,7 @@ def _write_headers(folder: Path, files: Mapping[str, list[str]], tensors: Mappin
             # All room is taken now: a full disk is met by one rank, before any has written its part.
             os.posix_fallocate(handle.fileno(), 0, offsets[""])
     if len(files) > 1 or "-of-" in next(iter(files)):
-        total = sum(_num_bytes(tensor) for tensor in tensors.values())
+        total = sum(tensor_bytes(tensor) for tensor in tensors.values())
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -230,11 +241,11 @@ def writing(path: Path) -> Iterator[None]:
         raise save_error(path, error) from error
 
 
-def save_error(path: Path, error: BaseException) -> SaveError:
-    """What to say of ``error``, met while ``path`` was written."""
+def save_error(path: Path, error: BaseException, needed_bytes: int = 0) -> SaveError:
+    """What to say of ``error``, met while ``path`` was written; ``needed_bytes``: of all that was to be written."""
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
-    room = format_bytes(shutil.disk_usage(folder).free)
+    room = f"{format_bytes(shutil.disk_usage(folder).free)} are free there"
+    if needed_bytes:
+        room = f"it needs {format_bytes(needed_bytes)}, and {room}"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return SaveError(
-        str(path), f"could not be written ({reason}); {room} are free there", "What was there is untouched"
-    )
+    return SaveError(str(path), f"could not be written ({reason}); {room}", "What was there is untouched")

@@ -24,7 +24,7 @@ _PROBE_TOKENS = (2, 32)  # rows x length of the ids on which logits are compared
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of the merged model, read back from its files, against base and adapter apart.
+    """Logits of an export, read back from its files, against those of the live model (base and adapter apart).
 
     ``difference`` is the largest difference, ``scale`` the largest logit, ``limit`` the relative limit of the
     files' ``dtype``.
@@ -41,7 +41,7 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"largest difference of logits before and after merging: {self.difference:.2e} "
+            f"largest difference of logits before and after: {self.difference:.2e} "
             f"(largest logit {self.scale:.3g}, limit {self.limit * max(1.0, self.scale):.2e}, files in {self.dtype})"
         )
 
@@ -65,8 +65,8 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
         raise ConfigError(str(out), "is not empty", "Name a folder that is not there yet")
     stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
     model = load_with_adapter(adapter, folder)
-    ids = _probe(model.config.get_text_config().vocab_size)
-    before = _logits(model, ids)
+    ids = probe(model.config.get_text_config().vocab_size)
+    before = logits_of(model, ids)
     was_tied = bool(model.config.get_text_config().tie_word_embeddings)
     _untie_adapted_head(model.get_base_model())
     with warnings.catch_warnings():
@@ -80,7 +80,12 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
     del merged
     for holder in (folder, adapter):  # the adapter's own tokenizer files, else those of its base
         copy_files(holder, out, TOKENIZER_FILES)
-    after = _logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval(), ids)
+    return compare_logits(out, ids, before, stored)
+
+
+def compare_logits(folder: Path, ids: torch.Tensor, before: torch.Tensor, stored: torch.dtype) -> Comparison:
+    """The model in ``folder``, in fp32, against the logits ``before``; its files are rounded to ``stored``."""
+    after = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids)
     return Comparison(
         difference=float((after - before).abs().max()),
         scale=float(before.abs().max()),
@@ -91,7 +96,7 @@ def merge(source: Path, out: Path, base: Path | None = None) -> Comparison:
     )
 
 
-def _probe(vocab_size: int) -> torch.Tensor:
+def probe(vocab_size: int) -> torch.Tensor:
     """Ids from all over the vocabulary, the same at every call."""
     rows, length = _PROBE_TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +104,8 @@ def _probe(vocab_size: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What a model answers to ``ids``, [rows, length, vocabulary]."""
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 

@@ -23,14 +23,18 @@ from shardwise.config import load_yaml
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
+from shardwise.launch.machine import available_cores
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import DEFAULT_TARGET, Nodes
+from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.script import Script, output_of
 from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
+from shardwise.launch.whereabouts import forget
 from shardwise.log import loggers_to_file, say
 from shardwise.spec.run import SaveConfig
 from shardwise.train.compiler_cache import remove_cache
+from shardwise.train.context import Restart
 from shardwise.train.previous import put_back
 from shardwise.train.status import FILE_NAME as STATUS_FILE
 from shardwise.train.status import Status, finish_status, read_status, write_status
@@ -44,10 +48,15 @@ Changes = dict[str, str | int | None]  # fields of status.json
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: the end of ``status.json``, and the message for the user (None: nothing to say)."""
+    """How a job ended: the end of ``status.json``, and the message for the user (None: nothing to say).
+
+    ``may_restart``: another attempt may go better; ``failed_at`` is when it failed, in seconds since 1970.
+    """
 
     changes: Changes
     message: str | None = None
+    may_restart: bool = False
+    failed_at: float = 0.0
 
     @property
     def exit_code(self) -> int:
@@ -137,14 +146,20 @@ def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = N
 def _launch(work: Work, env: dict[str, str]) -> Outcome:
     assert threading.current_thread() is threading.main_thread(), "signals can be taken on the main thread only"
     num_local = local_processes(work.devices, work.nodes)
+
+    def attempt(work: Work, restart: Restart | None) -> Outcome:
+        forget(work.start)
+        return _run(work, local_processes(work.devices, work.nodes), listener, restart)
+
     _prepare(work)
     with ExitStack() as stack:
         listener = stack.enter_context(StopListener())
         stack.enter_context(forkserver.environment(_variables(num_local, os.environ, work.nodes) | env))
         stack.enter_context(forkserver.running())
         try:
-            return _run(work, num_local, listener)
+            return run_with_restarts(work, attempt, lambda: listener.signal_name is not None)
         finally:
+            forget(work.start)
             remove_cache(work.folder)  # a run that failed has left its compiled code
 
 
@@ -183,9 +198,8 @@ def _variables(num_processes: int, environ: Mapping[str, str], nodes: Nodes) -> 
 
     More OpenMP threads than cores, or threads that spin while they wait, take the cores from the other ranks.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {
-        "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
+        "OMP_NUM_THREADS": threads_of(num_processes, {}),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -194,7 +208,12 @@ def _variables(num_processes: int, environ: Mapping[str, str], nodes: Nodes) -> 
     return {name: value for name, value in values.items() if name not in environ}
 
 
-def _run(work: Work, num_local: int, listener: StopListener) -> Outcome:
+def threads_of(num_processes: int, environ: Mapping[str, str]) -> str:
+    """``OMP_NUM_THREADS`` of each of so many workers of this machine: the user's, else an even share of the cores."""
+    return environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // num_processes))
+
+
+def _run(work: Work, num_local: int, listener: StopListener, restart: Restart | None = None) -> Outcome:
     log = work.start / "logs" / "launcher.log"
     # The engine must leave our signal handlers alone; its C++ side warns of what is normal here.
     quiet = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -205,7 +224,7 @@ def _run(work: Work, num_local: int, listener: StopListener) -> Outcome:
             with loggers_to_file(("torch",), log):
                 if listener.signal_name:
                     return _stopped(listener.signal_name)
-                result = elastic.run_workers(work, num_local, listener)
+                result = elastic.run_workers(work, num_local, listener, restart)
     except ShardwiseError as error:
         state = "refused" if error.exit_code == ShardwiseError.exit_code else "failed"
         return Outcome({"state": state, "exit_code": error.exit_code, "error": str(error)}, str(error))
@@ -234,11 +253,20 @@ def _judge(work: Work, result: AgentResult, signal_name: str | None) -> Outcome:
         return _stopped(signal_name)
     if result.stop_failed:
         return _failed(None, result.stop_failed, log_path(folder, 0))
+    _keep_stacks(folder, result)
     culprit = _culprit(work, result)
     state = "refused" if culprit.refused else "failed"
     changes: Changes = {"state": state, "exit_code": culprit.exit_code, "rank": culprit.rank, "error": culprit.message}
     log = log_path(folder, culprit.rank or 0)
-    return Outcome(changes, culprit.message if culprit.refused else f"{culprit.message}\nlog: {log}")
+    message = culprit.message if culprit.refused else f"{culprit.message}\nlog: {log}"
+    return Outcome(changes, message, culprit.may_pass and not signal_name, result.failed_at)
+
+
+def _keep_stacks(folder: Path, result: AgentResult) -> None:
+    """The stacks of ranks that had to be ended go into their logs."""
+    for rank, stack in result.standing.items():
+        with suppress(OSError), log_path(folder, rank).open("a", encoding="utf-8") as file:
+            file.write(f"when the job failed, this rank was in {stack.at}:\n{stack.text or 'no answer'}\n")
 
 
 def _culprit(work: Work, result: AgentResult) -> Culprit:
@@ -252,7 +280,7 @@ def _culprit(work: Work, result: AgentResult) -> Culprit:
         known = deaths | {rank: code for rank, code in read_deaths(folder).items() if rank not in deaths}
         explained = any(code < 0 for code in known.values()) or not all(error.connection_error for error in errors)
         if explained or time.monotonic() > deadline:
-            return find_culprit(known, errors, work.devices)
+            return find_culprit(known, errors, work.devices, result.standing)
         time.sleep(_OTHERS_SECONDS / 30)
 
 

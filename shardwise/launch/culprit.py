@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch.whereabouts import Stack, suspects
 
 _CONNECTION_WORDS = (
     "connection closed",
@@ -29,7 +30,9 @@ _CONNECTION_WORDS = (
     "hccl",
 )
 _COMMUNICATION_TYPES = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError")
-_MAX_MESSAGE = 2000
+_TIMEOUT_WORDS = ("timed out", "timeout")
+_REPEATING = ("NonFiniteLossError",)  # errors that the same rows and weights give again
+_MAX_MESSAGE, _MAX_SHOWN = 2000, 120
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,14 @@ class Culprit:
     Attributes:
         rank: None if no rank is known to have failed.
         refused: the job was refused in good order: the message stands for itself.
+        may_pass: another attempt may go well: neither a refusal nor what the same rows and weights give again.
     """
 
     rank: int | None
     message: str
     exit_code: int
     refused: bool = False
+    may_pass: bool = True
 
 
 def error_path(output_dir: Path, rank: int) -> Path:
@@ -133,7 +138,12 @@ def is_connection_error(error: BaseException) -> bool:
     return False
 
 
-def find_culprit(deaths: Mapping[int, int], errors: list[WorkerError], num_ranks: int) -> Culprit:
+def find_culprit(
+    deaths: Mapping[int, int],
+    errors: list[WorkerError],
+    num_ranks: int,
+    standing: Mapping[int, Stack] | None = None,
+) -> Culprit:
     """Name the rank that failed first.
 
     In this order: a rank killed by a signal; the earliest error that is no connection error; a rank that aborted
@@ -145,6 +155,7 @@ def find_culprit(deaths: Mapping[int, int], errors: list[WorkerError], num_ranks
             negative for a signal.
         errors: what the ranks have left behind, in any order.
         num_ranks: number of ranks in the job.
+        standing: where ranks stood that had not ended when the others had.
     """
     by_time = sorted(errors, key=lambda error: error.time)
     told = {error.rank for error in errors}
@@ -160,12 +171,23 @@ def find_culprit(deaths: Mapping[int, int], errors: list[WorkerError], num_ranks
     for rank, code in deaths.items():
         if rank not in told:
             return Culprit(rank, f"rank {rank} left with status {code} before its work was done", LaunchError.exit_code)
+    hanging = suspects(standing or {})
+    if by_time and hanging and any(word in by_time[0].message.lower() for word in _TIMEOUT_WORDS):
+        return _hangs(hanging, standing or {}, by_time)
     if by_time:
         silent = [rank for rank in range(num_ranks) if rank not in told]
         names = ", ".join(map(str, silent))
         hint = f" (no word from rank {names}, which may be the one that stalled)" if silent else ""
         return _told(by_time[0], hint)
     return Culprit(None, "the job failed, and no rank has said why", LaunchError.exit_code)
+
+
+def _hangs(ranks: Sequence[int], standing: Mapping[int, Stack], waited: list[WorkerError]) -> Culprit:
+    others = ", ".join(str(error.rank) for error in sorted(waited, key=lambda error: error.rank))
+    more = f" (so do rank {', '.join(map(str, ranks[1:]))})" if ranks[1:] else ""
+    first = waited[0].message.strip().splitlines()[0][:_MAX_SHOWN]
+    message = f"rank {ranks[0]} hangs{more} {standing[ranks[0]]}; rank {others} waited for it until the limit ({first})"
+    return Culprit(ranks[0], message, LaunchError.exit_code)
 
 
 def _killed(rank: int, number: int) -> Culprit:
@@ -181,10 +203,12 @@ def _told(error: WorkerError, hint: str = "") -> Culprit:
     if error.type == "SystemExit":
         message = f"rank {error.rank} left with status {error.exit_code}"
         told = message if error.message.isdigit() else f"{message}: {error.message}"
-        return Culprit(error.rank, told, error.exit_code)
+        return Culprit(error.rank, told, error.exit_code, may_pass=False)
     if error.refused:
-        return Culprit(error.rank, error.message, error.exit_code, refused=error.exit_code == ShardwiseError.exit_code)
+        refused = error.exit_code == ShardwiseError.exit_code
+        return Culprit(error.rank, error.message, error.exit_code, refused, may_pass=not refused)
     text = error.message.strip()
     text = text[:_MAX_MESSAGE] + " ..." if len(text) > _MAX_MESSAGE else text
     kind = f"{error.type}: {text}" if text else error.type
-    return Culprit(error.rank, f"rank {error.rank} failed: {kind}{hint}", error.exit_code)
+    told = f"rank {error.rank} failed: {kind}{hint}"
+    return Culprit(error.rank, told, error.exit_code, may_pass=error.type not in _REPEATING)

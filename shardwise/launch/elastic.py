@@ -22,6 +22,8 @@ from shardwise.launch.culprit import WorkerError
 from shardwise.launch.meeting import Meeting
 from shardwise.launch.script import Script
 from shardwise.launch.stop import ErrorChannel, StopChannel, StopListener
+from shardwise.launch.whereabouts import Stack, ask
+from shardwise.train.context import Restart
 
 if TYPE_CHECKING:
     from shardwise.launch.agent import Work
@@ -43,6 +45,8 @@ class AgentResult:
         stop_failed: the workers were killed because a stop that was asked for did not end in time; the reason.
         nothing_to_save: the workers were killed by a stop before there was anything to save.
         errors: what ranks have said of their end that the disk did not take.
+        standing: where the ranks stood that had not ended when the others had.
+        failed_at: when the first death was seen, in seconds since 1970; 0 if none was.
     """
 
     succeeded: bool
@@ -51,6 +55,8 @@ class AgentResult:
     stop_failed: str | None = None
     nothing_to_save: bool = False
     errors: list[WorkerError] = field(default_factory=list)
+    standing: dict[int, Stack] = field(default_factory=dict)
+    failed_at: float = 0.0
 
 
 class _NoRedirects(LogsSpecs):
@@ -81,6 +87,8 @@ class _Agent(LocalElasticAgent):
         self.stop_failed: str | None = None
         self.nothing_to_save = False
         self.errors: list[WorkerError] = []
+        self.standing: dict[int, Stack] = {}
+        self.failed_at = 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_stop_on(worker_group)
@@ -88,15 +96,18 @@ class _Agent(LocalElasticAgent):
             self._shutdown(signal.SIGKILL, timeout=_SHUTDOWN_SECONDS)
             return RunResult(state=WorkerState.FAILED)
         if self._note_deaths(worker_group):
+            self.failed_at = time.time()
             # Let the rest end by itself for a moment: afterwards nobody can tell our signal from another's.
             deadline = time.monotonic() + _SETTLE_SECONDS
             while time.monotonic() < deadline and len(self.deaths) < len(worker_group.workers):
                 time.sleep(_POLL_SECONDS / 4)
                 self._note_deaths(worker_group)
+            self.standing = ask(self._work.start, self._living(worker_group))
             self._fetch_errors(worker_group)
             return RunResult(state=WorkerState.FAILED)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():  # a death between our look and the agent's, which has sent SIGTERM to all others
+            self.failed_at = time.time()
             first = {rank: failure.exitcode for rank, failure in result.failures.items()}
             self.deaths = first | {
                 rank: code for rank, code in self._exit_codes(worker_group).items() if code not in (0, -signal.SIGTERM)
@@ -110,6 +121,14 @@ class _Agent(LocalElasticAgent):
             for local_rank, process in enumerate(self._pcontext._pc.processes)  # type: ignore[union-attr]
         }
         return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _living(self, worker_group: WorkerGroup) -> dict[int, int]:
+        """Process id of each rank here that has not ended."""
+        return {
+            worker_group.workers[local_rank].global_rank: process.pid
+            for local_rank, process in enumerate(self._pcontext._pc.processes)  # type: ignore[union-attr]
+            if process.exitcode is None
+        }
 
     def _note_deaths(self, worker_group: WorkerGroup) -> bool:
         """A worker that is done waits until all are, so one that has ended before has failed, also with status 0."""
@@ -158,13 +177,14 @@ class _Agent(LocalElasticAgent):
         return Event(state, source=source)
 
 
-def run_workers(work: Work, num_processes: int, listener: StopListener) -> AgentResult:
+def run_workers(work: Work, num_processes: int, listener: StopListener, restart: Restart | None = None) -> AgentResult:
     """Start the workers of this machine and wait for their end. None is left when this returns.
 
     Args:
         work: what they run.
         num_processes: number of workers on this machine.
         listener: takes the user's signals.
+        restart: what the workers are told of a failure before.
     """
     handler = _handler(work, listener)
     is_script = isinstance(work.target, Script)
@@ -172,7 +192,7 @@ def run_workers(work: Work, num_processes: int, listener: StopListener) -> Agent
         role="worker",
         local_world_size=num_processes,
         entrypoint=script_worker.entry if is_script else worker.entry,
-        args=(work.start, work.target),
+        args=(work.start, work.target) if is_script else (work.start, work.target, restart),
         rdzv_handler=handler,
         max_restarts=0,
         monitor_interval=_POLL_SECONDS,
@@ -186,7 +206,14 @@ def run_workers(work: Work, num_processes: int, listener: StopListener) -> Agent
     values = {} if result.is_failed() else result.return_values
     returned = values[min(values)] if values else None  # of the lowest rank here; rank 0's where it is here
     return AgentResult(
-        not result.is_failed(), returned, agent.deaths, agent.stop_failed, agent.nothing_to_save, agent.errors
+        succeeded=not result.is_failed(),
+        returned=returned,
+        deaths=agent.deaths,
+        stop_failed=agent.stop_failed,
+        nothing_to_save=agent.nothing_to_save,
+        errors=agent.errors,
+        standing=agent.standing,
+        failed_at=agent.failed_at,
     )
 
 

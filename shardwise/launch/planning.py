@@ -14,6 +14,8 @@ from shardwise.config import nearest
 from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.describing import costs_of, model_of
 from shardwise.launch.hub import locate_model
+from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
+from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Work
@@ -49,11 +51,13 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     if run.devices is None:
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
     model, costs = _described(run, environ)
-    cluster = find_cluster(run.cluster)
+    here = run.cluster == AUTO
+    cluster = measured_cluster(run.devices, environ) if here else find_cluster(run.cluster)
     sequence = sequence_of(run, model)
-    work = work_of(sequence, run.train.precision or default_precision(cluster), run.train)
+    work = on_cluster(work_of(sequence, run.train.precision or default_precision(cluster), run.train), cluster)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
-    limit = 0.0 if memory is None else parse_bytes("--memory", memory)
+    own = memory_share(run.devices) if here else 0.0
+    limit = own if memory is None else parse_bytes("--memory", memory)
     costs, fixed = trained(run, costs), fixed_fields(run)
     return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves=not run.train.compile)
 
@@ -225,8 +229,7 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
 
 def device_type(cluster: ClusterSpec) -> DeviceType:
     """What torch calls the devices of a profile."""
-    name = cluster.name
-    return "npu" if name.startswith("ascend") else "cpu" if name.startswith("cpu") else "cuda"
+    return cluster.device_type
 
 
 def parse_bytes(key: str, text: str) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from shardwise.config import NOT_AVAILABLE
 from shardwise.errors import ConfigError
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.describing import model_of
@@ -77,9 +78,9 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
         check_data(run, in_memory)
         check_output(run, folder, nodes)
     if command in ("train", "script"):
-        check_trackers(run)
+        check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
-    run = _planned(run, model, folder, device, local * nodes.count)
+    run, predicted = _planned(run, model, folder, device, local * nodes.count)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
@@ -90,7 +91,10 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
-    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device, table)
+    filled, plan = (
+        _filled(run, folder, device, strategy, rows),
+        Plan(model, strategy, rows, device, table, predicted=predicted),
+    )
     if command == "train" and not nodes.rank:
         check_resume(filled, plan, checkpoints_now(local_path(run.output_dir)))
     for note in notes:
@@ -98,13 +102,30 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     return filled, plan
 
 
-def _planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> RunConfig:
-    """The run with the best plan's strategy where it names its cluster; the planner is loaded for such a run only."""
-    if run.cluster is None:
-        return run
+def _planned(
+    run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int
+) -> tuple[RunConfig, dict[str, float] | None]:
+    """The run with the best plan's strategy where it is to be planned, and what the planner expects of that.
+
+    The planner is loaded for such a run only.
+    """
+    if run.cluster is None and not planned_by_itself(run, device):
+        return run, None
     from shardwise.launch.automatic import with_planned
 
-    return with_planned(run, model, folder, device, local_devices)
+    planned = with_planned(run, model, folder, device, local_devices)
+    return planned.run, planned.predicted
+
+
+def planned_by_itself(run: RunConfig, device: DeviceType) -> bool:
+    """Whether a run that names no cluster is planned: several processes of this CPU, and nothing of a strategy given.
+
+    A batch given as accumulation steps would depend on the plan: such a run keeps the rule for missing degrees.
+    """
+    names = run.strategy.model_fields_set - {"gradient_aggregation_group"}
+    given = any(getattr(run.strategy, name) is not None for name in names)
+    here = device == "cpu" and run.nnodes == 1 and (run.devices or 1) > 1
+    return here and not given and run.train.gradient_accumulation_steps is None
 
 
 def locate_tokenizer(run: RunConfig) -> RunConfig:
@@ -212,12 +233,15 @@ def _data_paths(run: RunConfig) -> list[tuple[str, str]]:
     return [(key, source.path) for key in _DATA_KEYS for source in data_sources(get(run, key))]
 
 
-def check_trackers(run: RunConfig) -> None:
-    """Refuse trackers whose package is not installed; it is looked for, not imported.
+def check_trackers(run: RunConfig, is_script: bool = False) -> None:
+    """Refuse trackers whose package is not installed (it is looked for, not imported), and restarts of a script.
 
     Raises:
         ConfigError: the package is absent, with the command that installs it.
     """
+    if is_script and run.restarts:
+        rule = f"restarts of scripts are {NOT_AVAILABLE}"
+        raise ConfigError(f"restarts = {run.restarts}", rule, "Leave it out, or use shardwise train")
     for name in tracker_names(run):
         if importlib.util.find_spec(name) is None:
             value = f"log.report_to = {name!r}"

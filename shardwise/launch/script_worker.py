@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from shardwise.launch.script import Script, point_to
 from shardwise.launch.stop import StopChannel
 from shardwise.launch.streams import log_path, show, switch_log
 from shardwise.launch.worker import guarded, open_process_group, timeout_seconds, use_cores
-from shardwise.train.context import WorkerContext
+from shardwise.train.context import WorkerContext, note_nothing
 
 
 class Stopped(SystemExit):
@@ -44,8 +45,14 @@ class ScriptWorker:
         folder: where its log and its errors lie now; None under another launcher than ours.
     """
 
-    def __init__(self, place: Place, folder: Path | None, terminal: TextIO | None) -> None:
-        self.place, self.folder = place, folder
+    def __init__(
+        self,
+        place: Place,
+        folder: Path | None,
+        terminal: TextIO | None,
+        note: Callable[[str], None] = note_nothing,
+    ) -> None:
+        self.place, self.folder, self._note = place, folder, note
         self._job_dir, self._terminal = folder, terminal
         self._store: JobStore | None = None
 
@@ -81,13 +88,14 @@ class ScriptWorker:
             world_size=self.place.world_size,
             stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             terminal=self._terminal if self.folder is not None or self.place.rank else sys.stderr,
+            note=self._note,
         )
 
-    def open_group(self, device_type: str) -> None:
+    def open_group(self, device_type: str, gathers: bool = False) -> None:
         """Open the default process group, once."""
         if not dist.is_initialized():
             timeout = timedelta(seconds=timeout_seconds(os.environ))
-            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group())
+            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group(), gathers)
             # A group that is open when the interpreter ends may abort the process: its threads still run.
             atexit.register(self.close_group)
 
@@ -128,8 +136,8 @@ def entry(job_dir: Path, script: Script) -> dict[str, Any] | None:
     def folder() -> Path:
         return (_Holder.worker.folder if _Holder.worker else None) or job_dir
 
-    def body(terminal: TextIO | None) -> dict[str, Any]:
-        _Holder.worker = worker = ScriptWorker(place, job_dir, terminal)
+    def body(terminal: TextIO | None, note: Callable[[str], None]) -> dict[str, Any]:
+        _Holder.worker = worker = ScriptWorker(place, job_dir, terminal, note)
         use_cores(os.environ)
         # A setting of the fork server, not of the programs that the script may start.
         os.environ.pop("PYTHONSAFEPATH", None)

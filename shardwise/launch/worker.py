@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, LaunchError, ShardwiseError
+from shardwise.errors import ConfigError, LaunchError, SaveError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.heap import keep_freed_pages
@@ -32,7 +32,8 @@ from shardwise.launch.lock import claim, release_all
 from shardwise.launch.place import DEFAULT_TARGET
 from shardwise.launch.stop import ErrorChannel, StopChannel
 from shardwise.launch.streams import log_path, redirect
-from shardwise.train.context import WorkerContext
+from shardwise.launch.whereabouts import Whereabouts
+from shardwise.train.context import Restart, WorkerContext, note_nothing
 from shardwise.train.status import Status, finish_status, read_status, write_status
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # cuda and npu: written, not run in our tests
@@ -43,12 +44,13 @@ _MAX_TIMEOUT_SECONDS = 365 * 86400.0
 Train = Callable[[WorkerContext], dict[str, Any] | None]
 
 
-def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | None:
+def entry(output_dir: Path, target: str = DEFAULT_TARGET, restart: Restart | None = None) -> dict[str, Any] | None:
     """Run one worker of a job.
 
     Args:
         output_dir: folder of the run; ``plan.json`` in it gives the ``device_type``.
         target: ``module:function``; the function takes a :class:`WorkerContext`.
+        restart: what is known of a failure before, None at the first start.
 
     Returns:
         What the function returned. After an exception there is no return: the error is left in
@@ -56,7 +58,7 @@ def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | No
         can keep the other ranks waiting.
     """
 
-    def body(terminal: TextIO | None) -> dict[str, Any] | None:
+    def body(terminal: TextIO | None, note: Callable[[str], None]) -> dict[str, Any] | None:
         context = WorkerContext(
             output_dir=output_dir,
             rank=int(os.environ["RANK"]),
@@ -64,20 +66,23 @@ def entry(output_dir: Path, target: str = DEFAULT_TARGET) -> dict[str, Any] | No
             world_size=int(os.environ["WORLD_SIZE"]),
             stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             terminal=terminal,
+            restart=restart or _foreign_restart(os.environ),
+            note=note,
         )
         return _run(context, target)
 
     return guarded(lambda: output_dir, body)
 
 
-def guarded(
-    folder: Callable[[], Path], body: Callable[[TextIO | None], dict[str, Any] | None], muted: bool = False
-) -> dict[str, Any] | None:
+Body = Callable[[TextIO | None, Callable[[str], None]], dict[str, Any] | None]
+
+
+def guarded(folder: Callable[[], Path], body: Body, muted: bool = False) -> dict[str, Any] | None:
     """Run ``body`` as a worker: output in the log, life tied to the launcher, an error left for it.
 
     Args:
         folder: where log and errors lie; asked again when there is an error to leave.
-        body: takes the stream to the terminal (rank 0 only).
+        body: takes the stream to the terminal (rank 0 only), and what takes the words of where it is.
         muted: show nothing on the terminal at first.
     """
     _bind_to_launcher(os.environ)
@@ -86,9 +91,11 @@ def guarded(
     if _is_foreign(os.environ):  # our launcher has done so before it started the workers
         remove_errors(folder(), rank, int(os.environ["WORLD_SIZE"]))
     terminal = redirect(log_path(folder(), rank), terminal=rank == 0, muted=muted)
+    # Nobody asks under another launcher.
+    note = note_nothing if _is_foreign(os.environ) else Whereabouts(folder(), rank).note
     try:
         _check_preloaded(os.environ)
-        result = body(terminal)
+        result = body(terminal, note)
     except SystemExit as leaving:
         if not leaving.code:
             return None
@@ -102,6 +109,15 @@ def guarded(
         sys.stdout.flush()
         sys.stderr.flush()
     return None
+
+
+def _foreign_restart(environ: Mapping[str, str]) -> Restart | None:
+    """What torchrun says of a start that is not its first (``--max-restarts``)."""
+    number = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not number or not _is_foreign(environ):
+        return None
+    allowed = int(environ.get("TORCHELASTIC_MAX_RESTARTS", str(number)))
+    return Restart(number, allowed, time.time(), "a worker failed")
 
 
 def _is_foreign(environ: Mapping[str, str]) -> bool:
@@ -157,7 +173,8 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     use_cores(os.environ)
     plan = json.loads((context.output_dir / "plan.json").read_text(encoding="utf-8"))
     timeout = timedelta(seconds=timeout_seconds(os.environ))
-    open_process_group(plan["device_type"], context.local_rank, timeout)
+    gathers = plan.get("strategy", {}).get("dp_shard", 1) > 1
+    open_process_group(plan["device_type"], context.local_rank, timeout, gathers=gathers)
     tells = context.rank == 0 and _is_foreign(os.environ)
     if tells:
         claim(context.output_dir)
@@ -169,10 +186,15 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     return result
 
 
-def open_process_group(device_type: str, local_rank: int, timeout: timedelta, store: dist.Store | None = None) -> None:
-    """Open the default process group with the device type's backend; ``store`` None: one as the environment says."""
+def open_process_group(
+    device_type: str, local_rank: int, timeout: timedelta, store: dist.Store | None = None, gathers: bool = False
+) -> None:
+    """Open the default process group with the device type's backend; ``store`` None: one as the environment says.
+
+    ``gathers``: the plan shares weights out over data ranks.
+    """
     if device_type == "cpu":
-        keep_freed_pages()
+        keep_freed_pages(gathers)
     if device_type == "npu":
         importlib.import_module("torch_npu")  # registers torch.npu and hccl
     if device_type != "cpu":
@@ -193,9 +215,10 @@ def _load(target: str) -> Train:
 def worker_error(rank: int, error: BaseException, exit_code: int) -> WorkerError:
     """An exception as the launcher and ``status.json`` are told of it."""
     refusal = error if isinstance(error, ShardwiseError) else None
+    failed = error.rank if isinstance(error, SaveError) else None  # all ranks tell what one has met
     return WorkerError(
         time=time.time(),
-        rank=rank,
+        rank=rank if failed is None else failed,
         type=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
@@ -239,4 +262,4 @@ def tell_failure(output_dir: Path, error: WorkerError) -> None:
 
 
 if __name__ == "__main__":
-    entry(Path(sys.argv[1]), *sys.argv[2:3])
+    entry(Path(sys.argv[1]), next(iter(sys.argv[2:3]), DEFAULT_TARGET))

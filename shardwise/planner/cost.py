@@ -67,12 +67,28 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
     own = [passes[stage] for stage in layout.stages_of(rank)]
     computed = [scale_terms(add_terms(p.forward, p.backward), layout.num_micro_batches) for p in own]
     again = sum(total(p.again) for p in own) * layout.num_micro_batches
-    terms = add_terms(*computed)
-    terms["recompute"] = again
-    terms["bubble"] = timeline.finish[rank] - timeline.busy[rank]
+    terms = {**add_terms(*computed), "recompute": again}
+    terms, bubble = _with_waiting(terms, timeline, rank, cluster.chip.shared)
     terms["data"] = terms.get("data", 0.0) + data
     terms["optimizer"] = optimizer
-    return Estimate({name: float(value) for name, value in terms.items()}, memory, timeline.bubble)
+    return Estimate({name: float(value) for name, value in terms.items()}, memory, bubble)
+
+
+def _with_waiting(terms: Terms, timeline: Timeline, rank: int, shared: float) -> tuple[Terms, float]:
+    """The terms of a rank with its ``bubble``, and the share of all ranks' time in which they wait.
+
+    Ranks that share cores (``shared`` > 1) leave theirs to the others while they wait. The step then lasts as long as
+    all work together, or as long as its longest chain does with a core for each rank, whichever is more; a rank with
+    more work than the others is not slower by it.
+    """
+    finish, busy = timeline.finish[rank], timeline.busy[rank]
+    if shared <= 1:
+        return {**terms, "bubble": finish - busy}, timeline.bubble
+    average = sum(timeline.busy) / len(timeline.busy)
+    seconds = max(timeline.seconds / shared, average)
+    if seconds < busy:
+        terms = scale_terms(terms, seconds / busy)
+    return {**terms, "bubble": max(seconds - busy, 0.0)}, 1 - average / seconds if seconds else 0.0
 
 
 def _stage_passes(

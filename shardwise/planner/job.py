@@ -27,6 +27,7 @@ class Job:
         rows: of an optimizer step (G).
         memory_bytes: of a device; 0: what the profile says.
         halves: backward passes can run in two halves (not those of compiled blocks).
+        all_devices: no fewer than ``devices`` are used.
     """
 
     model: ModelSpec
@@ -38,6 +39,7 @@ class Job:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: float = 0.0
     halves: bool = True
+    all_devices: bool = False
 
     @property
     def limit_bytes(self) -> float:

@@ -76,8 +76,10 @@ class Work:
         recompute_sends: full recomputation repeats the tensor collectives.
         expert_traffic: factor on the memory traffic that goes with tokens to their experts (how they are sorted).
         expert_operators: kernels that are started for each expert of a rank; 0 where one kernel takes all.
-        counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, or all that the
-            device has given away.
+        counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, all that the
+            device has given away, or a CPU process above its imports (:mod:`shardwise.planner.host`); ``first step``:
+            what tensors hold in one step, whose update makes the moments.
+        base_bytes: of a device before the model: context, libraries' workspaces, communicators.
         host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
         ours: it runs on our runtime, which shares out by FSDP2 (:mod:`shardwise.planner.state`), sums gradients once a
             step, and keeps logits beside the scores of the loss.
@@ -99,6 +101,7 @@ class Work:
     recompute_sends: bool = True
     expert_traffic: float = 1.0
     expert_operators: float = 0.0
-    counted: Literal["tensors", "allocator", "device"] = "device"
+    counted: Literal["tensors", "first step", "allocator", "device", "process"] = "device"
+    base_bytes: float = 1.5 * 2**30
     host_bytes: float = 0.0
     ours: bool = False

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.planner.arrays import largest
-from shardwise.planner.compute import amount_bytes, product_weights, rank_tokens
+from shardwise.planner.compute import amount_bytes, product_weights, rank_parameters, rank_tokens
 from shardwise.planner.data import dense_and_expert
 from shardwise.planner.halves import stage_waiting_bytes
+from shardwise.planner.host import heap_bytes, heap_share
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
-from shardwise.planner.state import gathered_bytes, state_terms
+from shardwise.planner.state import STATE, gathered_bytes, state_terms
 from shardwise.spec.block import Amount, PartCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
 
 SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
-BASE_BYTES = 1.5 * 2**30  # context, libraries' workspaces, communicators
+_MOMENT_BYTES = 8.0  # of a weight: Adam's two, in fp32
 
 
 def rank_memory(
@@ -45,11 +46,30 @@ def rank_memory(
     kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
     terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
     terms["gathered"] = _gathered(kinds, layout, work)
-    if work.counted != "tensors":
+    if work.counted == "first step":
+        terms = _first_step(terms, work)
+    elif work.counted == "process":
+        terms["heap"] = heap_bytes(terms, layout)
+    elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
-    if work.counted == "device":
-        terms["base"] = BASE_BYTES
+    if work.counted in ("device", "process"):
+        terms["base"] = work.base_bytes
     return {name: float(value) for name, value in terms.items()}
+
+
+def _first_step(terms: dict[str, Any], work: Work) -> dict[str, Any]:
+    """The larger of two moments of a run's first step: in the passes no moments are there yet, in the update that
+    makes them nothing of the passes is left.
+    """
+    moments = min(_MOMENT_BYTES / work.optimizer_bytes, 1.0) if work.optimizer_bytes else 0.0
+    passing = terms | {"optimizer": terms["optimizer"] * (1 - moments)}
+    updating = {name: size if name in STATE else 0.0 for name, size in terms.items()}
+    return max(passing, updating, key=lambda one: sum(one.values()))
+
+
+def slack_share(work: Work, layout: Layout) -> float:
+    """Of what is kept of a micro-batch, how much more the allocator keeps."""
+    return heap_share(layout) if work.counted == "process" else SLACK
 
 
 def _saved(parts: Sequence[Placed], layout: Layout, work: Work) -> float:
@@ -73,12 +93,18 @@ def workspace_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work
     bytes_ = everything - kept + (0.0 if part.name == "head" else 0.5 * everything)
     if not work.ours:
         return bytes_
-    # Of one weight at a time the gradient of a micro-batch, before it is added to the step's.
+    return bytes_ + fresh_bytes(part, layout, work)
+
+
+def fresh_bytes(part: PartCosts, layout: Layout, work: Work) -> Any:
+    """Of one weight at a time the gradient of a micro-batch, before it is added to the step's."""
     fresh: Any = 0.0
     for product in part.products:
         if product.trainable:
             fresh = largest(fresh, product_weights(product, layout))
-    return bytes_ + fresh * work.compute_bytes
+    if part.name == "embedding":  # a lookup's gradient is as large as its table
+        fresh = largest(fresh, rank_parameters(part.trainable, part, layout))
+    return fresh * work.compute_bytes
 
 
 def _gathered(parts: Sequence[Placed], layout: Layout, work: Work) -> float:

@@ -11,7 +11,7 @@ from shardwise.planner.cost import estimate
 from shardwise.planner.halves import waiting_bytes
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import SLACK, rank_memory, saved_bytes
+from shardwise.planner.memory import rank_memory, saved_bytes, slack_share
 from shardwise.planner.parts import stage_parts, tied_copy
 from shardwise.planner.simulate import short_lists
 from shardwise.planner.state import state_terms
@@ -109,7 +109,7 @@ def _times(job: Job, layout: Layout) -> tuple[list[float], float, float]:
 
 def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     """Whether a stage can hold a range of blocks, from sums over blocks; 1F1B and GPipe."""
-    costs, work, slack = job.costs, job.work, 1 + SLACK
+    costs, work, slack = job.costs, job.work, 1 + slack_share(job.work, layout)
 
     def state(part: PartCosts) -> float:
         return float(sum(state_terms([(part, 1, layout.recompute)], layout, work).values()))
@@ -150,5 +150,8 @@ def _constant(job: Job, candidate: Candidate) -> float:
     lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
     middle = min(1, candidate.pp - 1)
     terms = rank_memory([stages[middle]], lists[middle], layout, job.work, job.cluster)
-    named = {"weights", "gradients", "optimizer", "activations", "logits", "slack"}
-    return sum(size for name, size in terms.items() if name not in named) + SLACK * terms["workspace"]
+    named = {"weights", "gradients", "optimizer", "activations", "logits", "slack", "heap"}
+    return (
+        sum(size for name, size in terms.items() if name not in named)
+        + slack_share(job.work, layout) * terms["workspace"]
+    )

@@ -14,6 +14,7 @@ from shardwise.planner.space import divisors, enumerate_space
 from shardwise.planner.sweep import Sweep, candidate_of
 from shardwise.units import format_bytes
 
+NOTHING_LEGAL = "no split is legal"  # how the rule of such a refusal begins
 _GROWTH = (2, 4, 8, 16, 32, 64)  # of the devices
 _LEAST_TOKENS = 128  # of a row, below which none is proposed
 _MOST_LESS = 64  # of the rows of a step
@@ -28,7 +29,7 @@ def no_plan(job: Job, sweep: Sweep) -> PlanError:
     if not np.isfinite(need):
         reasons = sweep.rejected.values()
         rules = "; ".join(f"{one.rule}: {one.detail}" if one.detail else one.rule for one in reasons)
-        return PlanError(value, f"no split is legal ({rules})", _freed(job))
+        return PlanError(value, f"{NOTHING_LEGAL} ({rules})", _freed(job))
     has = format_bytes(job.limit_bytes)
     rule = f"the smallest need of any split is {format_bytes(need)} a device, and {has} of it can be filled"
     changes = [change for change in (_freed(job), _smaller(job), _more_devices(job)) if change]

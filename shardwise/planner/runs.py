@@ -168,6 +168,8 @@ def _shape(row: Row) -> Shape:
         dropout=eager and not gated,
         positions=_count(row, "seq_len") if not gated else 0,
         more_blocks=_count(row, "mtp_layers", 0),
+        bias="pos=alibi" in row.get("other_opts", "") and not eager,
+        fused_gate="mindspeed" not in row.get("framework", "").lower() or "fused-swiglu" in row.get("other_opts", ""),
         dropped=_dropped(row.get("other_opts", ""), row.get("recompute", "")),
     )
 
@@ -299,8 +301,10 @@ def _network(text: str, per_node: int) -> float | None:
     return total * 1e9 / 8 / per_node
 
 
-def _counted(kind: str) -> Literal["tensors", "allocator", "device"]:
+def _counted(kind: str) -> Literal["tensors", "first step", "allocator", "device"]:
     kind = kind.lower()
+    if "reported ranks" in kind:  # Megatron prints them once, after the first step
+        return "first step"
     if "reserved" in kind:
         return "allocator"
     return "tensors" if "allocated" in kind or "peak mem" in kind else "device"

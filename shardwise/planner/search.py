@@ -35,13 +35,13 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
     most = job.devices
     per_row: float | None = None
     while most >= 1:
-        space = enumerate_space(job, most // 2, most)
+        space = enumerate_space(job, most - 1 if job.all_devices else most // 2, most)
         sweep.run(space)
         found, looked_at, least = _refine_best(job, sweep, top)
         plans, refined = _best(plans + found, top), refined + looked_at
         bound = min(bound, least)
         most //= 2
-        if not most or (not plans and most < job.devices // 4):
+        if not most or job.all_devices or (not plans and most < job.devices // 4):
             break
         if plans:
             per_row = least_device_seconds(job, _cells(space.columns)) if per_row is None else per_row

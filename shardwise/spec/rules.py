@@ -18,14 +18,13 @@ from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.run import TRACKERS, RunConfig, data_sources, tracker_names
 
+BEST_METRICS = ("eval_loss",)
+
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
-    "save.best": ("no",),
-    "save.async": (False,),
-    "restarts": (0,),
 }
 
 
@@ -285,6 +284,38 @@ def _check_save(run: RunConfig) -> None:
         f"overwrite = true with resume = {run.resume!r}",
         "it would delete the checkpoints that the run is to go on from",
         "Leave out one of the two",
+    )
+    _refuse(
+        not run.save.async_ or run.save.strategy != "no",
+        "save.async = true",
+        "has no effect while save.strategy is no",
+        "Give save.strategy, or leave save.async out",
+    )
+    _check_best(run)
+    _refuse(
+        not run.restarts or run.nnodes == 1,
+        f"restarts = {run.restarts} with nnodes = {run.nnodes}",
+        f"restarts of jobs on several machines are {NOT_AVAILABLE}",
+        "Leave restarts out",
+    )
+
+
+def _check_best(run: RunConfig) -> None:
+    """Every checkpoint is to have an evaluation of its own step, else there is nothing to compare it by."""
+    save, evaluation = run.save, run.eval
+    if save.best == "no":
+        return
+    value = f"save.best = {save.best!r}"
+    _refuse(save.best in BEST_METRICS, value, f"must be no or {' or '.join(BEST_METRICS)}", "Did you mean eval_loss?")
+    _refuse(save.strategy != "no", value, "has no effect while save.strategy is no", "Give save.strategy")
+    _refuse(evaluation.strategy != "no", value, "needs evaluations, and eval.strategy is no", "Give eval.strategy")
+    fits = save.strategy == evaluation.strategy and (save.steps or 1) % (evaluation.steps or 1) == 0
+    shown = [f"{section} {each.steps or each.strategy}" for section, each in (("save", save), ("eval", evaluation))]
+    _refuse(
+        fits,
+        f"{value} with {' and '.join(shown)}",
+        "every checkpoint needs an evaluation of its step",
+        "Use the same strategy for both, and save.steps a multiple of eval.steps",
     )
 
 

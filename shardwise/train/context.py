@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -12,6 +13,27 @@ class StopSignal(Protocol):
 
     def requested(self) -> str | None:
         """Name of the signal that asked for the stop (``"SIGTERM"``), or None. Cheap: rank 0 asks once a step."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What a worker is told that was started again after a failure.
+
+    Attributes:
+        number: 1 for the first restart of the job.
+        allowed: how many there may be.
+        failed_at: when the failure was seen, in seconds since 1970.
+        failure: it, in one message.
+    """
+
+    number: int
+    allowed: int
+    failed_at: float
+    failure: str
+
+
+def note_nothing(text: str) -> None:
+    """For workers that nobody asks where they are."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +48,8 @@ class WorkerContext:
         stop: to be polled by rank 0 alone, at step boundaries; the other ranks learn it from rank 0.
         terminal: stream to the user's terminal on rank 0, None elsewhere. Writing to it never raises, even
             after the terminal is gone; what is written does not appear in the rank's log.
+        restart: None at the first start.
+        note: takes a few words that say what this rank is at, such as ``step 7``, for messages about one that hangs.
     """
 
     output_dir: Path
@@ -34,3 +58,5 @@ class WorkerContext:
     world_size: int
     stop: StopSignal
     terminal: TextIO | None
+    restart: Restart | None = None
+    note: Callable[[str], None] = note_nothing

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import complete_checkpoints, saved_state
+from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, saved_state
 from shardwise.errors import CheckpointError
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+from shardwise.train.previous import is_set_aside
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,29 @@ class RunIdentity:
                 )
 
 
-def chosen_checkpoint(run: RunConfig, folder: Path) -> Path | None:
-    """The checkpoint that ``resume`` means: the newest complete one in ``folder``, the one given, or None to start."""
+def resumable(run: RunConfig, folder: Path) -> list[Path]:
+    """The checkpoints that ``resume`` may mean, the first choice first: the complete ones in ``folder`` from the newest
+    on, or the one given; none to start."""
     if run.resume == "no":
-        return None
+        return []
     if run.resume == "auto":
-        return next(iter(reversed(complete_checkpoints(folder))), None)
-    return Path(run.resume)
+        return complete_checkpoints(folder)[::-1]
+    return [Path(run.resume).resolve()]  # LATEST and BEST are links
+
+
+def chosen_checkpoint(run: RunConfig, folder: Path) -> Path | None:
+    """The first choice of :func:`resumable`, None to start."""
+    return next(iter(resumable(run, folder)), None)
+
+
+def after_restart(run: RunConfig, output_dir: Path) -> RunConfig:
+    """The run as it goes on after a failure: from its newest checkpoint, or as it began if it has made none.
+
+    Results that are still set aside say that it has not made a step, so that checkpoints may be another run's.
+    """
+    if is_set_aside(output_dir) or not complete_checkpoints(output_dir / CHECKPOINTS):
+        return run
+    return run.model_copy(update={"resume": "auto", "overwrite": False})
 
 
 def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:

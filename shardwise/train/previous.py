@@ -77,6 +77,11 @@ def discard(output_dir: Path) -> None:
     _remove(output_dir / _FOLDER)
 
 
+def is_set_aside(output_dir: Path) -> bool:
+    """Whether results of an earlier run wait for this one's first step."""
+    return (output_dir / _FOLDER).exists()
+
+
 def checkpoints_now(output_dir: Path) -> Path:
     """The folder of the checkpoints that :func:`put_back` would leave."""
     places = [output_dir / name / "checkpoints" for name in (_FOLDER, _DRAFT)]

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import saved_state
+from shardwise.checkpoint.listing import passed_over, saved_state
+from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import (
     SlicedTensor,
     load_checkpoint,
@@ -15,10 +16,12 @@ from shardwise.checkpoint.store import (
 )
 from shardwise.config import flatten
 from shardwise.data.batch import LoaderState
+from shardwise.errors import CheckpointError
 from shardwise.models.lora import Adapters
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.run import RunConfig
-from shardwise.train.identity import RunIdentity
+from shardwise.train.identity import RunIdentity, resumable
 from shardwise.train.optim import Optimizer
 
 
@@ -67,6 +70,33 @@ def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, SlicedT
     for slot in optimizer.slots:
         tensors |= tensor_state([(s.layout, value) for s, value in optimizer.state(slot)], f"optimizer.{slot}")
     return tensors
+
+
+def intact_checkpoint(run: RunConfig, folder: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that ``resume`` means, with all its content as it was written, and what was passed over for it.
+
+    To be called by all ranks: each reads a share of the files.
+
+    Returns:
+        Its folder, None to start; and a line for each newer folder that was not taken, with the reason.
+
+    Raises:
+        CheckpointError: the checkpoint that was named is damaged.
+    """
+    candidates: list[Path] = from_rank_0(lambda: resumable(run, folder))
+    notes = []
+    for checkpoint in candidates:
+        damage = damage_in(checkpoint)
+        if not damage:
+            break
+        if run.resume != "auto":
+            raise CheckpointError(f"resume = {run.resume!r}", f"a damaged checkpoint: {damage}", "Use another one")
+        notes.append(f"{checkpoint.name}: {damage}")
+    else:
+        checkpoint = None
+    if run.resume == "auto":
+        notes = sorted([*notes, *from_rank_0(lambda: passed_over(folder, checkpoint))], reverse=True)
+    return checkpoint, notes
 
 
 def restore(checkpoint: Path, identity: RunIdentity, model: ParallelModel, optimizer: Optimizer) -> TrainState:

@@ -32,6 +32,9 @@ class Status:
         checkpoint: newest complete checkpoint, relative to the output folder.
         reason: why a run ended before its last step though nothing failed, None else.
         first_step: steps that were done before this start, None until it has begun.
+        restarts: how often the launcher has started the workers again after a failure.
+        restart_seconds: from the last failure to the end of the first step after it; None without one.
+        prediction: of a run that was planned, what was predicted and what was measured (:mod:`.predicted`).
     """
 
     state: Literal["running", "done", "refused", "failed", "stopped"] = "running"
@@ -42,6 +45,9 @@ class Status:
     checkpoint: str | None = None
     reason: str | None = None
     first_step: int | None = None
+    restarts: int = 0
+    restart_seconds: float | None = None
+    prediction: dict[str, Any] | None = None
 
 
 def write_status(output_dir: Path, status: Status) -> None:

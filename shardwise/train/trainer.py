@@ -9,14 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.checkpoint.adapter import ADAPTER_FOLDER, write_adapter
+from shardwise.checkpoint.adapter import write_adapter
 from shardwise.checkpoint.export import export_model, write_into, write_whole
 from shardwise.checkpoint.listing import CHECKPOINTS
-from shardwise.checkpoint.store import rotate, save_checkpoint, supersede
+from shardwise.checkpoint.shelf import link, supersede
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
 from shardwise.data.rows import name_lines
-from shardwise.errors import SaveError
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -24,13 +23,14 @@ from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
 from shardwise.train.dispatch import Dispatcher
 from shardwise.train.identity import RunIdentity
+from shardwise.train.keeping import CheckpointKeeper
 from shardwise.train.lr import learning_rate
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import TrainState, all_tensors
+from shardwise.train.saving import TrainState
 from shardwise.train.setup import LoadedModel, companions
-from shardwise.train.step import NonFinitePolicy, StepResult, evaluate, sum_over_ranks, train_step
+from shardwise.train.step import NonFiniteLossError, NonFinitePolicy, StepResult, evaluate, sum_over_ranks, train_step
 from shardwise.train.throughput import Throughput, count_adapter_parameters, device_name
 
 
@@ -71,8 +71,17 @@ class Trainer:
         self.callbacks.load_state_dict(state.callbacks)
         self.losses: list[float | None] = []  # of the steps made here, the same on every rank
         self._compile_clock = CompileClock() if parts.run.train.compile else None
+        self._keeper = CheckpointKeeper(
+            parts.run,
+            self.folder / CHECKPOINTS,
+            parts.context.rank,
+            parts.loaded,
+            parts.optimizer,
+            self._write_adapter,
+        )
         self._stopped: str | None = None  # what ended an evaluation
         self._begun = False
+        self._evaluated: tuple[int, float] | None = None  # the last evaluation's step and loss
 
     def train(self) -> str | None:
         """Run the steps that are left.
@@ -80,14 +89,23 @@ class Trainer:
         Returns:
             The name of the signal that stopped the run after saving (rank 0; ``"stop"`` elsewhere), None
             at the regular end.
+
+        Raises:
+            CheckpointError: there is too little room for what the run is to write.
         """
         parts = self.parts
+        self._keeper.check_room(self.state, self.total_steps)
         try:
             self._begin()
             stopped, reason = self._run()
+            self._finish_save()
             if stopped is None and parts.run.save.export:
                 self.export()
             self.callbacks.call("on_train_end", f"stopped by {stopped}" if stopped else reason)
+        except NonFiniteLossError as error:  # on every rank: what was good before stays
+            self._finish_save()
+            self.callbacks.failed(error)
+            raise
         except BaseException as error:
             self.callbacks.failed(error)
             raise
@@ -117,6 +135,7 @@ class Trainer:
         if self.parts.context.rank == 0 and self.state.step == first + 1:
             for path in supersede(self.folder / CHECKPOINTS, first):
                 self.view.say(f"set aside: {path}, a checkpoint beyond step {first}")
+            link(self.folder / CHECKPOINTS)
 
     def _run(self) -> tuple[str | None, str | None]:
         """The loop. Returns the signal that ended it, and the reason of a callback that did."""
@@ -152,17 +171,18 @@ class Trainer:
         peaks = [0.0] * parts.context.world_size
         peaks[parts.context.rank] = float(parts.meter.peak_bytes())
         parts.loaded.model.begin_step(self.state.step)
+        parts.context.note(f"step {number}")
         result = train_step(
             parts.loaded.model,
             parts.optimizer,
             batch,
             rate,
             parts.run.train.max_grad_norm,
-            [float(asked is not None), *peaks],
+            [float(asked is not None), float(self._keeper.is_writing), float(self._keeper.has_failed), *peaks],
         )
         seconds = time.perf_counter() - began
         # A step without supervised tokens exchanges nothing; the request is heard at the next one.
-        stop, *peaks = result.notes or [0.0, *peaks]
+        stop, writing, failed, *peaks = result.notes or [0.0, 1.0, 0.0, *peaks]
         lines = [parts.loader.rows[index].line for index in batch.rows]
         self.policy.check(result, number, name_lines(lines))
         self.state = TrainState(number, self.state.num_updates + (result.loss is not None), batch.next_state)
@@ -171,6 +191,8 @@ class Trainer:
         if result.skipped is not None:
             values |= {"skipped": f"{result.skipped} in {name_lines(lines)}", "lines": lines}
         self.callbacks.call("on_step_end", number, MappingProxyType(values))
+        if failed or not writing:
+            self._finish_save()
         return (asked or "stop") if stop else None
 
     def _values(self, batch: Batch, result: StepResult, seconds: float) -> dict[str, Any]:
@@ -250,6 +272,7 @@ class Trainer:
 
     def _tell(self, found: tuple[float, int], epoch: int) -> None:
         loss, num_tokens = found
+        self._evaluated = (self.state.step, loss)
         self.state = replace(self.state, owed_evaluation=None)
         values = {"kind": "eval", "step": self.state.step, "epoch": epoch, "eval_loss": loss, "eval_tokens": num_tokens}
         self.callbacks.call("on_evaluate", MappingProxyType(values))
@@ -257,31 +280,31 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the current step, then remove the ones that are too many.
 
+        With ``save.async`` it is written while the next steps are made.
+
         Raises:
-            SaveError: the two copies of a tied weight have drifted apart; nothing is written.
+            SaveError: there is no room, or the two copies of a tied weight have drifted apart; nothing is written.
         """
-        parts = self.parts
-        (drifted,) = sum_over_ranks([float(not parts.loaded.model.tied_copies_agree())], parts.loaded.model.mesh.device)
-        if drifted:
-            raise SaveError(f"step {self.state.step}", "the copies of the tied embedding differ", "Please report this")
+        parts, evaluated = self.parts, self._evaluated
+        self._finish_save()
+        parts.context.note(f"the save after step {self.state.step}")
+        is_new = evaluated is not None and evaluated[0] == self.state.step
         state = {
             "schema": 1,
             "train": replace(self.state, callbacks=self.callbacks.state_dict()).to_json(),
             "identity": asdict(parts.identity),
             "run": parts.run.model_dump(mode="json"),
+            "best": evaluated[1] if evaluated and is_new and parts.run.save.best != "no" else None,
         }
-        folder = self.folder / CHECKPOINTS
-        path = save_checkpoint(
-            folder,
-            self.state.step,
-            all_tensors(parts.loaded.model, parts.optimizer),
-            state,
-            companions(parts.run),
-            (lambda draft: self._write_adapter(draft / ADAPTER_FOLDER)) if parts.loaded.adapters else None,
-        )
-        if parts.context.rank == 0:
-            rotate(folder, parts.run.save.keep)
-        self.callbacks.call("on_save", path)
+        self._keeper.begin(self.state.step, state)
+        if not parts.run.save.async_:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is on its way, if there is one, and tell of it."""
+        path = self._keeper.finish()
+        if path is not None:
+            self.callbacks.call("on_save", path)
 
     def export(self, folder: Path | None = None) -> None:
         """Write ``export`` or another folder: a Hugging Face folder, or with adapters one in PEFT's format."""

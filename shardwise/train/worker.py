@@ -31,14 +31,16 @@ from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
 from shardwise.train.data import DataReader
 from shardwise.train.early_stopping import EarlyStopping
-from shardwise.train.identity import RunIdentity, check_order, chosen_checkpoint
+from shardwise.train.identity import RunIdentity, after_restart, check_order, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.predicted import PredictionReport
 from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
-from shardwise.train.saving import TrainState, changes, lora_fingerprint, restore
+from shardwise.train.restarts import TellsRestart
+from shardwise.train.saving import TrainState, changes, intact_checkpoint, lora_fingerprint, restore
 from shardwise.train.setup import Blueprint, load_model, make_loader
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
@@ -58,6 +60,8 @@ def train(context: WorkerContext, callbacks: Sequence[Callback] = ()) -> dict[st
         ShardwiseError: something that only shows with the weights or the data at hand.
     """
     run = parse_run(load_yaml(context.output_dir / "run.yaml"))
+    if context.restart is not None:
+        run = after_restart(run, context.output_dir)
     plan = Plan.load(context.output_dir / "plan.json")
     stopped = make_trainer(run, plan, context, callbacks=callbacks).train()
     return {"stopped": stopped} if stopped else {}
@@ -76,7 +80,10 @@ def make_trainer(
     parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
     cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
-    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *cache, *callbacks])
+    told: list[Callback] = [TellsRestart(context.restart, view.say)] if context.restart is not None else []
+    if plan.predicted:
+        told.append(PredictionReport(plan.predicted, view.say))
+    return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *told, *cache, *callbacks])
 
 
 def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], None]) -> list[Callback]:
@@ -194,11 +201,13 @@ def _compiled_by_rule(
 
 def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
     """Where the run stands, and the checkpoint that it goes on from, relative to the output folder."""
-    checkpoint = chosen_checkpoint(parts.run, parts.context.output_dir / CHECKPOINTS)
+    checkpoint, notes = intact_checkpoint(parts.run, parts.context.output_dir / CHECKPOINTS)
+    terminal = parts.context.terminal
+    for note in notes if terminal is not None else []:
+        print(f"passed over {note}", file=terminal, flush=True)
     if checkpoint is None:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
-    terminal = parts.context.terminal
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
         for line in changes(saved_state(checkpoint)["run"], parts.run):

@@ -21,7 +21,8 @@ from shardwise.checkpoint.adapter import find_adapter, write_adapter
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.listing import complete_checkpoints
 from shardwise.checkpoint.merge import merge
-from shardwise.checkpoint.store import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.save_job import save_checkpoint
+from shardwise.checkpoint.store import load_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.init import fill_random
 from shardwise.spec import tolerance
@@ -31,6 +32,7 @@ from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.saving import all_tensors
 from shardwise.train.step import train_step
+from tests.checkpoint.fakes import fake_checkpoint
 from tests.fixtures import make_model, make_rows
 from tests.parallel.harness import ADAMW, loader_of, strategy
 from tests.parallel.lora_harness import LoraCase, build, make_adapter, own_name, reference
@@ -255,11 +257,6 @@ def test_the_command_exits_with_4_where_logits_differ(
     assert "largest difference of logits" in result.stderr
 
 
-def test_an_export_without_merge_is_not_there_yet(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--merge"):
-        CliRunner().invoke(cli.app, ["export", str(root), str(tmp_path / "out")], catch_exceptions=False)
-
-
 def test_what_cannot_be_merged_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("")
@@ -290,10 +287,8 @@ def test_what_cannot_be_merged_is_refused(root: Path, tmp_path: Path) -> None:
 
 def test_the_newest_adapter_of_a_run_is_found(tmp_path: Path) -> None:
     for step in (9, 10, 11):
-        checkpoint = tmp_path / "checkpoints" / f"step-{step:08d}"
-        (checkpoint / "adapter").mkdir(parents=True)
-        for name in (".metadata", "a.distcp", "adapter/adapter_config.json", "state.json")[: 3 if step == 11 else 4]:
-            (checkpoint / name).write_text("{}")  # step 11 is not complete
+        fake_checkpoint(tmp_path / "checkpoints", step, {}, "adapter/adapter_config.json")
+    (tmp_path / "checkpoints" / "step-00000011" / "state.json").unlink()
     assert find_adapter(tmp_path).parent.name == "step-00000010"
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "adapter_config.json").write_text("{}")

@@ -14,7 +14,8 @@ from shardwise.checkpoint.export import export_model
 from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.listing import complete_checkpoints
 from shardwise.checkpoint.naming import naming_of_folder, plain_naming
-from shardwise.checkpoint.store import load_checkpoint, save_checkpoint, tensor_state
+from shardwise.checkpoint.save_job import save_checkpoint
+from shardwise.checkpoint.store import load_checkpoint, tensor_state
 from shardwise.models.build import build_on_meta
 from shardwise.models.shard import Shard, take
 from shardwise.spec.layout import ParamLayout, chunk_range

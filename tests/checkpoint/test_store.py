@@ -16,15 +16,11 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import export_model
-from shardwise.checkpoint.listing import STATE_FILE, checkpoint_name, complete_checkpoints
+from shardwise.checkpoint.listing import STATE_FILE, complete_checkpoints
 from shardwise.checkpoint.naming import plain_naming
-from shardwise.checkpoint.store import (
-    SlicedTensor,
-    load_checkpoint,
-    rotate,
-    save_checkpoint,
-    supersede,
-)
+from shardwise.checkpoint.save_job import save_checkpoint
+from shardwise.checkpoint.shelf import rotate, supersede
+from shardwise.checkpoint.store import SlicedTensor, load_checkpoint
 from shardwise.errors import CheckpointError, SaveError
 from shardwise.models.shard import Shard
 from shardwise.spec import tolerance
@@ -34,8 +30,10 @@ from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.saving import all_tensors
 from shardwise.train.step import train_step
+from tests.checkpoint.fakes import fake_checkpoint
 from tests.fixtures import make_model, make_rows
 from tests.layouts import put
+from tests.long import EVERYTHING
 from tests.parallel.harness import ADAMW, Case, build, loader_of, reference, strategy
 
 ROWS = tuple(make_rows())
@@ -90,9 +88,14 @@ LAYOUTS = {
 }
 
 
+# With other numbers of ranks; tests/checkpoint/test_matrix.py has the pairs of layouts of four.
+PAIRS = [(before, after) for before in ("one", "tp2-pp2", "dp_shard3", "interleaved") for after in LAYOUTS]
+FEW_PAIRS = [("one", "tp2-pp2"), ("tp2-pp2", "dp_shard3"), ("dp_shard3", "one"), ("interleaved", "tp2-dp2")]
+FEW_PAIRS += [("tp2-pp2", "interleaved"), ("one", "dp_replicate2")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", ["one", "tp2-pp2", "dp_shard3", "interleaved"])
+@pytest.mark.parametrize(("before", "after"), PAIRS if EVERYTHING else FEW_PAIRS)
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, before: str, after: str) -> None:
     model = make_model(tmp_path / "model", "llama-tied")
     rows = ROWS[:6]  # a batch that two and three data ranks divide
@@ -171,27 +174,16 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     assert json.loads((newest / STATE_FILE).read_text()) == {}
 
 
-def test_checkpoints_beyond_a_resumed_step_are_supersede_and_kept(tmp_path):
+def test_checkpoints_beyond_a_resumed_step_are_superseded_and_kept(tmp_path: Path) -> None:
     for step in (2, 4, 6):
-        folder = tmp_path / checkpoint_name(step)
-        folder.mkdir()
-        (folder / "state.json").write_text(str(step))
-        (folder / ".metadata").touch()
-        (folder / "0.distcp").touch()
+        fake_checkpoint(tmp_path, step, {"step": step})
     moved = supersede(tmp_path, 2)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002"]
-    assert [(path / "state.json").read_text() for path in moved] == ["4", "6"]
-    again = tmp_path / checkpoint_name(4)
-    again.mkdir()
-    (again / "state.json").write_text("4 again")
-    (again / ".metadata").touch()
-    (again / "0.distcp").touch()
-    assert [(path / "state.json").read_text() for path in supersede(tmp_path, 3)] == ["4 again"]
-    assert sorted((path / "state.json").read_text() for path in (tmp_path / "superseded").iterdir()) == [
-        "4",
-        "4 again",
-        "6",
-    ]
+    assert [json.loads((path / STATE_FILE).read_text())["step"] for path in moved] == [4, 6]
+    fake_checkpoint(tmp_path, 4, {"step": "4 again"})
+    assert [json.loads((path / STATE_FILE).read_text())["step"] for path in supersede(tmp_path, 3)] == ["4 again"]
+    names = sorted(path.name for path in (tmp_path / "superseded").iterdir())
+    assert names == ["step-00000004", "step-00000004.2", "step-00000006"]
 
 
 def _write_without_room(rank: int, root: Path) -> list[tuple[str, int]]:

@@ -113,3 +113,12 @@ def disk_full(context: WorkerContext) -> None:
         (context.output_dir / "status.json").mkdir()
         raise OSError(28, "No space left on device", "model.safetensors")
     _reduce()
+
+
+def rank_1_sleeps(context: WorkerContext) -> None:
+    """In its third step, while the others wait for it until their time is up."""
+    for step in range(1, 4):
+        context.note(f"step {step}")
+        if (context.rank, step) == (1, 3):
+            time.sleep(300)
+        _reduce()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import choose_device, count_devices, prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
+from tests.checkpoint.fakes import fake_checkpoint
 from tests.spec.model_folder import make_folder
 
 
@@ -227,13 +227,7 @@ def test_logs_alone_are_no_results(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: Path, step: int, **identity: str) -> Path:
-    """What can be seen of a complete checkpoint without torch."""
-    path = folder / "checkpoints" / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    for name in (".metadata", "__0_0.distcp"):
-        (path / name).touch()
-    (path / "state.json").write_text(json.dumps({"train": {"step": step}, "identity": identity}), encoding="utf-8")
-    return path
+    return fake_checkpoint(folder / "checkpoints", step, {"train": {"step": step}, "identity": identity})
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -253,15 +247,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tm
     with pytest.raises(CheckpointError, match=rf"its model is {plan.model.hash}"):
         _prepare(tmp_path, "resume=auto", model=str(other))
     (newest / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: no \.metadata"):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it has no \.metadata"):
         _prepare(tmp_path, f"resume={newest}")
     _prepare(tmp_path, "resume=auto")  # starts: there is no complete one
     older = _checkpoint(output, 3, **good)
     with pytest.raises(CheckpointError, match=rf"Use resume={older}"):
         _prepare(tmp_path, f"resume={output}/checkpoints")
     (older / "state.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
-        _prepare(tmp_path, "resume=auto")
+    with pytest.raises(CheckpointError, match=r"its state\.json has 1 bytes of \d+"):
+        _prepare(tmp_path, f"resume={older}")
+    _prepare(tmp_path, "resume=auto")
 
 
 def test_a_checkpoint_with_adapters_wants_their_sizes(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.forkserver import LAUNCHER_PID
+from shardwise.launch.worker import _foreign_restart
 from tests.launch.jobs import Job, command, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -42,3 +44,12 @@ def test_a_rank_that_raises_fails_a_job_of_torchrun(tmp_path: Path) -> None:
     assert not (tmp_path / "logs" / "error-rank-7.json").exists()
     status = job.status()
     assert (status["state"], status["rank"], status["error"]) == ("failed", 1, "row 17 is not a row")
+
+
+def test_a_worker_that_torchrun_starts_again_knows_it() -> None:
+    again = {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    restart = _foreign_restart(again)
+    assert restart is not None
+    assert (restart.number, restart.allowed) == (2, 3)
+    assert _foreign_restart(again | {"TORCHELASTIC_RESTART_COUNT": "0"}) is None
+    assert _foreign_restart(again | {LAUNCHER_PID: "7"}) is None, "our launcher tells it in its own way"

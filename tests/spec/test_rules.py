@@ -29,9 +29,6 @@ NOT_BUILT = [
     "cp=2",
     "ep=2",
     "recompute=selective",
-    "save.best=eval_loss",
-    "save.async=true",
-    "restarts=1",
 ]
 
 
@@ -149,6 +146,30 @@ def test_a_dumped_run_reads_back_equal_with_the_names_of_the_contract(tmp_path: 
     path.write_text(dump_run(run), encoding="utf-8")
     assert parse_run(load_yaml(path)) == run
     assert "async" in load_yaml(path)["save"]
+
+
+EVALUATED = ("save.strategy=steps", "save.steps=4", "data.eval=f", "eval.strategy=steps")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("save.async=true",), ["save.async = true", "save.strategy is no"]),
+        (("save.best=loss", *EVALUATED, "eval.steps=2"), ["save.best = 'loss'", "eval_loss?"]),
+        (("save.best=eval_loss",), ["save.strategy is no"]),
+        (("save.best=eval_loss", "save.strategy=epoch"), ["eval.strategy is no"]),
+        (("save.best=eval_loss", *EVALUATED, "eval.steps=3"), ["save 4 and eval 3", "multiple of eval.steps"]),
+        (("restarts=2", "nnodes=2", "rdzv_endpoint=h:1"), ["restarts = 2", "not available", "Leave restarts out"]),
+    ],
+)
+def test_saving_and_restarts_that_cannot_be(overrides: tuple[str, ...], words: list[str]) -> None:
+    message = _message(*overrides)
+    assert all(word in message for word in words), message
+
+
+def test_the_best_of_checkpoints_that_are_evaluated() -> None:
+    run = _parse("save.best=eval_loss", *EVALUATED, "eval.steps=2", "save.async=true", "restarts=3")
+    assert (run.save.best, run.save.async_, run.restarts) == ("eval_loss", True, 3)
 
 
 def test_every_key_of_the_contract_is_known() -> None:

@@ -1,0 +1,89 @@
+"""Restarts after a failure: what is tried again, how often, and on which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import apply_overrides, dump_yaml, load_yaml
+from shardwise.launch import restarts
+from shardwise.launch.agent import Outcome, Work
+from shardwise.launch.lock import release_all
+from shardwise.launch.resolve import prepare, write_run
+from shardwise.spec.plan import Plan
+from shardwise.train.context import Restart
+from tests.spec.model_folder import make_folder
+
+FAILED = Outcome({"state": "failed", "exit_code": 3, "error": "rank 1 was killed"}, "rank 1 was killed", True, 5.0)
+REFUSED = Outcome({"state": "refused", "exit_code": 2, "error": "no such row"}, "no such row")
+DONE = Outcome({"state": "done", "exit_code": 0})
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Work]:
+    """A run on four ranks that may be started again twice."""
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    paths = [f"model={make_folder(tmp_path / 'model')}", f"data.train={tmp_path / 'rows.jsonl'}"]
+    given = [f"output_dir={tmp_path / 'out'}", "device=cpu", "devices=4", "restarts=2"]
+    run, plan = prepare(apply_overrides({}, [*paths, *given]))
+    output = write_run(run, plan)
+    (output / "logs").mkdir()
+    yield Work(output, "a:b", plan.devices)
+    release_all()
+
+
+def _attempts(outcomes: list[Outcome], work: Work) -> tuple[Outcome, list[tuple[int, Restart | None]]]:
+    seen: list[tuple[int, Restart | None]] = []
+
+    def attempt(work: Work, restart: Restart | None) -> Outcome:
+        seen.append((work.devices, restart))
+        return outcomes[len(seen) - 1]
+
+    return restarts.run_with_restarts(work, attempt, lambda: False), seen
+
+
+def test_a_failure_is_tried_again_and_told_of(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (work.folder / "logs" / "error-rank-1.json").write_text("{}")
+    outcome, seen = _attempts([FAILED, FAILED, DONE], work)
+    assert outcome is DONE
+    told = [Restart(number, 2, 5.0, "rank 1 was killed") for number in (1, 2)]
+    assert seen == [(4, None), (4, told[0]), (4, told[1])]
+    assert "rank 1 was killed; restart 1 of 2" in capsys.readouterr().err
+    assert not list(work.folder.glob("logs/error-*"))
+
+
+def test_restarts_are_used_up(work: Work) -> None:
+    outcome, seen = _attempts([FAILED] * 3, work)
+    assert (outcome, len(seen)) == (FAILED, 3)
+
+
+def test_what_would_fail_again_is_not_tried_again(work: Work) -> None:
+    assert _attempts([REFUSED], work)[0] is REFUSED
+    assert restarts.run_with_restarts(work, lambda work, restart: FAILED, lambda: True) is FAILED
+
+
+@pytest.mark.parametrize(("left", "used"), [(2, 2), (3, 2), (1, 1)])
+def test_a_run_is_planned_anew_for_the_devices_that_are_left(
+    work: Work, monkeypatch: pytest.MonkeyPatch, left: int, used: int
+) -> None:
+    """Three do not divide the batch of eight rows, which stays."""
+    monkeypatch.setattr(restarts, "devices_left", lambda work: left)
+    outcome, seen = _attempts([FAILED, DONE], work)
+    assert outcome is DONE
+    assert [devices for devices, _ in seen] == [4, used]
+    plan = Plan.load(work.folder / "plan.json")
+    assert (plan.devices, plan.strategy.dp, plan.global_batch_size) == (used, used, 8)
+
+
+def test_a_strategy_that_does_not_fit_what_is_left_ends_the_job(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = work.folder / "run.yaml"
+    tree = load_yaml(path)
+    path.write_text(dump_yaml(tree | {"filled": [key for key in tree["filled"] if key != "strategy.dp_shard"]}))
+    monkeypatch.setattr(restarts, "devices_left", lambda work: 2)
+    outcome, seen = _attempts([FAILED, DONE], work)
+    assert len(seen) == 1
+    assert outcome.message is not None
+    assert outcome.message.startswith("rank 1 was killed\nno restart: ")
+    assert "devices = 2" in outcome.message

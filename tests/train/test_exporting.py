@@ -1,0 +1,116 @@
+"""``shardwise export`` from a checkpoint: the same bytes as the run's own export, by one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from shardwise import cli
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.launch.exporting import write_export
+from shardwise.testing import run_distributed
+from shardwise.train.exporting import export_checkpoint, find_checkpoint
+from tests.checkpoint.commands import save_weights
+from tests.fixtures import make_model
+from tests.parallel.families import make_family
+from tests.train.runs import make_inputs, run
+
+
+def _export(source: Path, out: Path, **options: object) -> object:
+    defaults = {"merge": False, "base": None, "verify": False, "max_shard_size": None}
+    return write_export(source, out, **(defaults | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_it_is_what_the_run_itself_exports(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path, "llama-tied")
+    saving = ["save.strategy=steps", "save.steps=2", "train.max_steps=2", "train.learning_rate=0.01"]
+    result = run(inputs, tmp_path / "run", ["tp=2", "pp=2", *saving])
+    assert set(result.errors) == {""}
+    comparison = _export(result.output_dir, tmp_path / "out", verify=True)
+    assert comparison.agrees  # type: ignore[attr-defined]
+    exported = {path.name: path.read_bytes() for path in (result.output_dir / "export").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == exported
+    with pytest.raises(ConfigError, match="is not empty"):
+        _export(result.output_dir, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a checkpoint of it with other weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    make_model(folder / "model", "llama")
+    run_distributed(save_weights, 1, folder / "model", folder / "checkpoints", {})
+    return folder
+
+
+def test_files_of_another_size(saved: Path, tmp_path: Path) -> None:
+    _export(saved, tmp_path / "out", max_shard_size="20kB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert all((tmp_path / "out" / file).stat().st_size < 20_000 + 4_000 for file in files)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    before = load_file(saved / "model" / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], value * 1.25) for name, value in before.items())
+    with pytest.raises(ConfigError, match=r"\w+.weight alone has 16896 bytes. Use 1MB at least"):
+        _export(saved, tmp_path / "other", max_shard_size="10kB")
+    assert not list(tmp_path.glob("*other*"))
+
+
+def test_a_difference_is_found(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(checkpoint: Path, out: Path, max_file_bytes: int | None = None) -> None:
+        export_checkpoint(checkpoint, out, max_file_bytes)
+        weights = load_file(out / "model.safetensors")
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.5
+        save_file(weights, out / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr("shardwise.train.exporting.export_checkpoint", spoil)
+    result = CliRunner().invoke(cli.app, ["export", str(saved), str(tmp_path / "out"), "--verify"])
+    assert result.exit_code == 4
+
+
+def test_names_and_shapes_of_files_are_those_of_the_family(tmp_path: Path) -> None:
+    """Experts lie one by one in the files and stacked in the module."""
+    make_family(tmp_path / "model", "qwen3_moe")
+    run_distributed(save_weights, 1, tmp_path / "model", tmp_path / "checkpoints", {})
+    comparison = _export(tmp_path / "checkpoints" / "step-00000003", tmp_path / "out", verify=True)
+    assert comparison.agrees  # type: ignore[attr-defined]
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value * 1.25) for name, value in before.items())
+
+
+def test_of_a_lora_run_the_adapter_is_written(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "llama")
+    run_distributed(save_weights, 1, tmp_path / "model", tmp_path / "checkpoints", {"lora": {"r": 8}})
+    checkpoint = find_checkpoint(tmp_path)
+    (checkpoint / "adapter").mkdir()
+    (checkpoint / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        _export(tmp_path, tmp_path / "out", verify=True)
+    _export(tmp_path, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
+
+
+def test_what_cannot_be_exported(saved: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "step-00000003"
+    shutil.copytree(saved / "checkpoints" / torn.name, torn)
+    (torn / "generation_config.json").write_text((torn / "generation_config.json").read_text().replace(" ", "\t"))
+    with pytest.raises(CheckpointError, match=r"the content of its generation_config\.json is not what was written"):
+        _export(torn, tmp_path / "out")
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        _export(saved / "model", tmp_path / "out")
+    with pytest.raises(ConfigError, match="belongs to --merge"):
+        _export(saved, tmp_path / "out", base=saved / "model")
+    with pytest.raises(ConfigError, match="--merge always compares"):
+        _export(saved, tmp_path / "out", merge=True, verify=True)
