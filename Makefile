@@ -15,6 +15,8 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check
 MODEL := models/SmolLM2-135M-Instruct
 TORCH := torch==2.13.0
+# Chat templates and a tokenizer file for the tests; nothing of these packages is imported.
+TEST_FILES := trl==1.16.0 dashscope==2.0.2
 
 # A stamp lies in the environment that it speaks of, and carries the folder of this clone: another environment, or
 # another clone in the same one, installs again.
@@ -54,6 +56,7 @@ $(call stamp,torch): | $(PYTHON)
 	touch $@
 
 $(call stamp,dev): pyproject.toml | $(call stamp,torch)
+	$(PIP) install --quiet --no-deps $(TEST_FILES)
 	$(call install,dev)
 
 $(call stamp,demo): pyproject.toml | $(call stamp,torch)

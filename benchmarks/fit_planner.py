@@ -62,6 +62,15 @@ def family(run: Run) -> str:
     return run.cluster.chip.name.split("-")[0]
 
 
+def fitted_groups(runs: Sequence[tuple[Run, Row]]) -> set[tuple[str, str, str]]:
+    """(family, source, model) of what is fitted, over all families; the rest is for checking."""
+    chosen = set()
+    for name in {family(run) for run, _ in runs}:
+        rows = [row for run, row in runs if family(run) == name]
+        chosen |= {(name, *group) for group in fit_groups(rows)}
+    return chosen
+
+
 def predicted(run: Run, size: float, numbers: np.ndarray) -> float:
     """Seconds of a run under other numbers."""
     chip = replace(run.cluster.chip, half_size=size)

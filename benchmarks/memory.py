@@ -112,6 +112,7 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     from shardwise.checkpoint.hf import load_slices
     from shardwise.checkpoint.naming import naming_of_folder
     from shardwise.data.batch import START, Batch
+    from shardwise.launch.heap import keep_freed_pages
     from shardwise.models.build import build_on_meta
     from shardwise.parallel.apply import parallelize
     from shardwise.parallel.mesh import build_mesh
@@ -122,6 +123,7 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     from shardwise.train.step import train_step
 
     torch.set_num_threads(max(1, num_cores() // (tp * pp)))
+    keep_freed_pages()
     stages = default_stages(CONFIG["num_hidden_layers"], pp)
     mesh = build_mesh(Strategy(pp=pp, tp=tp, stages=stages, micro_batch_size=ROWS // pp), torch.device("cpu"))
     meter = MemoryMeter(torch.device("cpu"))

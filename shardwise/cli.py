@@ -30,6 +30,8 @@ app = typer.Typer(
 
 model_app = typer.Typer(help="What a model is made of.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+data_app = typer.Typer(help="What rows become, before training on them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -58,7 +60,7 @@ def _root() -> None:
 def train(
     settings: Annotated[list[str] | None, typer.Argument(help="run.yaml and key=value overrides, in any order")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder")] = None,
-    data: Annotated[str | None, typer.Option(help="training rows, a .jsonl file")] = None,
+    data: Annotated[str | None, typer.Option(help="training rows, a file or a folder")] = None,
     devices: Annotated[int | None, typer.Option(help="number of processes")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or npu")] = None,
     output_dir: Annotated[str | None, typer.Option(help="where results go")] = None,
@@ -152,18 +154,31 @@ def export(
 @_interruptible
 def estimate_runs(
     runs: Annotated[str, typer.Option(help="a CSV file, one configuration a row")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="profile to write for plan --cluster, its software stack fitted to these runs")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Predict step time and memory of given configurations, and compare them with what was measured."""
     from shardwise.planner.accuracy import answer, predict, read_rows
-    from shardwise.report.estimates import show_estimates
+    from shardwise.report.estimates import show_calibration, show_estimates
     from shardwise.report.results import print_json, results_console
 
-    found = answer(predict(read_rows(runs)))
+    predictions = predict(read_rows(runs))
+    found = answer(predictions)
+    if calibrate is not None:
+        from shardwise.launch.planning import save_profile
+        from shardwise.planner.calibrate import calibrate as fit
+
+        fitted = fit(predictions)
+        save_profile(fitted.cluster, calibrate)
+        found["calibration"] = fitted.answer()
     if as_json:
         print_json(found)
-    else:
-        show_estimates(found, results_console())
+        return
+    show_estimates(found, results_console())
+    if calibrate is not None:
+        show_calibration(found["calibration"], calibrate, results_console())
 
 
 @app.command("plan")
@@ -184,13 +199,14 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Find the fastest split of a model over devices that need not be here, and say why."""
-    from shardwise.launch.planning import make_job, save_page, save_plan
+    from shardwise.launch.planning import check_outputs, make_job, save_page, save_plan
     from shardwise.planner.explain import answer, what_would_change
     from shardwise.planner.search import search
     from shardwise.report.plan_page import plan_page
     from shardwise.report.plans import show_plans, show_reasons
     from shardwise.report.results import print_json, results_console
 
+    check_outputs(output, html)
     tree = _tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
     job = make_job(tree, os.environ, memory)
     found = search(job, top)
@@ -205,6 +221,29 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     if html is not None:
         save_page(plan_page(job, found), html)
     print(save_plan(job, found, output), file=sys.stderr)
+
+
+@app.command("measure")
+@_interruptible
+def measure_machine(
+    devices: Annotated[int | None, typer.Option(min=1, help="processes at once; else one a core")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a few seconds, fewer sizes")] = False,
+    show: Annotated[bool, typer.Option("--show", help="what was measured before; nothing is run")] = False,
+    output: Annotated[Path | None, typer.Option(help="a profile to write, for --cluster")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Time what training is made of on this machine's CPU, and make the profile that plans are made with."""
+    from shardwise.launch.measuring import measured_here, profile_name, save_profile
+    from shardwise.report.measured import measured_answer, show_measured
+    from shardwise.report.results import print_json, results_console
+
+    samples = measured_here(devices, "quick" if quick else "full", os.environ, show=show)
+    if as_json:
+        print_json(measured_answer(samples, profile_name(samples)))
+    else:
+        show_measured(samples, results_console())
+    if output is not None:
+        save_profile(samples, output)
 
 
 @model_app.command("show")
@@ -228,6 +267,52 @@ def model_show(
         print_json(answer)
     else:
         show_model(answer, results_console())
+
+
+@data_app.command("show")
+@_interruptible
+def data_show(
+    data: Annotated[str, typer.Argument(help="rows, a file or a folder; or a run.yaml that names them")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as for train")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model and its tokenizer")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="number of rows to show")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Show rows as the model sees them, what is learned of them, their lengths, and the steps that follow."""
+    from shardwise.launch.preparing import prepare_data
+    from shardwise.launch.surveying import survey
+    from shardwise.report.data import show_data
+    from shardwise.report.results import print_json, results_console
+
+    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    answer = survey(run, plan, rows, os.environ, Console(stderr=True))
+    if as_json:
+        print_json(answer)
+    else:
+        show_data(answer, results_console())
+
+
+@data_app.command("prepare")
+@_interruptible
+def data_prepare(
+    data: Annotated[str, typer.Argument(help="rows, a file or a folder; or a run.yaml that names them")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as for train")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model and its tokenizer")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="that tokenise at once; else one a core")] = None,
+) -> None:
+    """Tokenise rows ahead into the cache, where every later run with these settings finds them."""
+    from shardwise.launch.preparing import prepare_all, prepare_data
+
+    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    for folder in prepare_all(run, plan, processes, os.environ, Console(stderr=True)):
+        print(folder, flush=True)
+
+
+def _data_tree(data: str, settings: list[str], model: str | None) -> dict[str, Any]:
+    """The tree of a run whose rows are ``data``, unless that is itself a run.yaml."""
+    if data.endswith((".yaml", ".yml")):
+        return _tree([data, *settings], {"model": model})
+    return _tree(settings, {"model": model, "data.train": data})
 
 
 def _described(name: str, degrees: list[int], models_dir: str | None) -> dict[str, Any]:
@@ -278,6 +363,7 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.launch.agent import launch
     from shardwise.launch.forkserver import PRELOAD_MORE
     from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.preparing import prepare_ahead
     from shardwise.launch.resolve import prepare, write_run
     from shardwise.log import say
     from shardwise.report.answers import show_answers
@@ -294,6 +380,7 @@ def _train(tree: dict[str, Any]) -> int:
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
     try:
         show_plan(run, plan, console)
+        prepare_ahead(run, plan, os.environ)
         code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
         put_back(output_dir)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
 from shardwise import testing
+from shardwise.launch.machine import available_cores
+from shardwise.launch.measuring import keep
+from tests.measure.made_samples import made_samples
 
 # The machine is shared: a slow example is no fault.
 settings.register_profile("shared", deadline=None)
@@ -44,7 +48,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tables that tests find are kept for this run alone; child processes inherit the folder."""
+    """Tables that tests find are kept for this run alone; child processes inherit the folder.
+
+    Runs without a strategy find a measurement of this machine there (made up: only tests/measure measures).
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for processes in range(2, 9):
+            threads = str(max(1, available_cores() // processes))
+            for environ in ({**os.environ}, {**os.environ, "OMP_NUM_THREADS": threads}):
+                keep(made_samples(processes), environ)
         yield

@@ -28,9 +28,11 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig, RunConfig
 from tests.check.commands import checks_a_plan, shows_a_model
 from tests.checkpoint.commands import exports_a_checkpoint
+from tests.data.commands import prepares_data, shows_data
 from tests.fixtures import make_model, make_rows
+from tests.measure.commands import measures
 from tests.parallel.lora_harness import make_adapter
-from tests.planner.commands import estimates_runs, plans_a_model
+from tests.planner.commands import calibrates, estimates_runs, plans_a_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
@@ -251,6 +253,7 @@ COMMANDS: dict[str, Check] = {
     f"{PLAIN_RUN} tp=2 sequence_parallel=true": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=interleaved virtual_stages=2": is_valid_run,
+    f"{PLAIN_RUN} pp=2 schedule=zero_bubble": is_valid_run,
     f"{PLAIN_RUN} train.compile=true": is_valid_where_there_is_a_compiler,
     f"{PLAIN_RUN} pp=2 dp_shard=2": is_valid_run,
     "shardwise train run.yaml": is_valid_run,
@@ -261,6 +264,9 @@ COMMANDS: dict[str, Check] = {
     "shardwise train run.yaml log.report_to=tensorboard": is_valid_run,
     "shardwise train run.yaml data.eval=FILE.jsonl eval.strategy=epoch train.early_stopping_patience=2": is_valid_run,
     "shardwise train run.yaml log.profile_steps=3-5": is_valid_run,
+    "shardwise train run.yaml data.packing=true data.max_length=64 train.global_batch_size=32": is_valid_run,
+    "shardwise train run.yaml data.group_by_length=true": is_valid_run,
+    "shardwise train run.yaml data.loss=last_turn": is_valid_run,
     "shardwise train --help": shows_help,
     f"shardwise train --model DIR --data FILE.jsonl nnodes=2 node_rank=0 {MEETING} devices=16 pp=2": is_valid_run,
     f"python {EXAMPLE}": starts_a_script,
@@ -282,16 +288,24 @@ COMMANDS: dict[str, Check] = {
     f"{CHECK} tp=2 pp=2 --json": checks_a_plan,
     "shardwise estimate --runs runs.csv": estimates_runs,
     "shardwise estimate --runs runs.csv --json": estimates_runs,
+    "shardwise estimate --runs runs.csv --calibrate mine.json": calibrates,
     "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 16": plans_a_model,
     "shardwise plan --model llama2-7b --cluster a100-80gb --devices 16 --fix tp=2 "
     "train.global_batch_size=64 data.max_length=2048": plans_a_model,
     "shardwise plan --model llama2-7b --cluster a100-80gb --devices 8 --memory 40GiB --top 3 --json": plans_a_model,
     "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 8 --explain": plans_a_model,
     "shardwise train run.yaml cluster=cpu devices=4": is_valid_run,
+    f"{PLAIN_RUN} devices=4": is_valid_run,
+    "shardwise measure": measures,
+    "shardwise measure --quick --devices 4 --output machine.json": measures,
+    "shardwise measure --devices 4 --show": measures,
     "shardwise model show DIR": shows_a_model,
     "shardwise model show llama2-70b": shows_a_model,
     f"{PLAIN_RUN} strategy.plan=plan.json": runs_a_plan,
     "shardwise model show DIR --tp 2 --json": shows_a_model,
+    "shardwise data show FILE.jsonl --model DIR": shows_data,
+    "shardwise data show run.yaml --rows 1 --json": shows_data,
+    "shardwise data prepare run.yaml": prepares_data,
 }
 
 

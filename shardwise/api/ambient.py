@@ -15,6 +15,7 @@ class Ambient:
         device_num: number of processes that the script expects, None if it has not said.
         compile_by_rule: whether the rule decides if blocks are compiled; what a Trainer is given comes first.
         micro_batch_num: micro-batches of a step on each data rank, None if it has not said.
+        planned: degrees that are not given are searched for, on processes of this machine's CPU.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,7 @@ class Ambient:
         self.device_num: int | None = None
         self.micro_batch_num: int | None = None
         self.compile_by_rule = False
+        self.planned = False
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Set a key; None takes it back."""

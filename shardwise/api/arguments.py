@@ -233,9 +233,11 @@ def _recompute(args: TrainingArguments, value: Any, name: str) -> None:
 
 
 def _sampling(args: TrainingArguments, value: Any, name: str) -> None:
-    if value not in ("random", "sequential"):
-        raise ConfigError(f"{name} = {value!r}", "is not supported", "Use random or sequential")
-    args._put("data.shuffle", value == "random", name)
+    if value not in ("random", "sequential", "group_by_length"):
+        raise ConfigError(f"{name} = {value!r}", "is not supported", "Use random, sequential or group_by_length")
+    args._put("data.shuffle", value != "sequential", name)
+    if value == "group_by_length":
+        args._put("data.group_by_length", True, name)
 
 
 def _logging(args: TrainingArguments, value: Any, name: str) -> None:

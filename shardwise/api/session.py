@@ -62,7 +62,7 @@ class Session:
         self._tokenizer = None if isinstance(tokenizer, str) else tokenizer
         with _Telling(worker, self.context):
             self._show(tree.get("strategy") or {})
-            worker.open_group(device)
+            worker.open_group(device, self.plan.strategy.dp_shard > 1)
             memory = MemoryData(held, self._tokenizer)
             self._trainer = make_trainer(self.run, self.plan, self.context, memory, callbacks, compiler)
             self.run = self._trainer.parts.run
@@ -141,6 +141,7 @@ class Session:
         filled = [f"{axis} {getattr(self.plan.strategy, axis)}" for axis in AXES if axis not in known]
         if filled:
             rule = f"not given: what the other degrees leave of {self.plan.devices} devices is data parallel"
+            rule = "not given: the fastest plan that fits" if self.plan.predicted else rule
             show_line(console, "filled", f"{', '.join(filled)} ({rule})")
 
 
@@ -153,7 +154,7 @@ def meet(call: str) -> None:
 
 def _names(tree: dict[str, Any]) -> set[str]:
     data = tree.get("data", {})
-    return {data.get("train"), data.get("eval")} - {None}
+    return {name for name in (data.get("train"), data.get("eval")) if isinstance(name, str)}
 
 
 def _agree(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from shardwise.config import apply_overrides
 from shardwise.data.memory import EVAL_ROWS, TRAIN_ROWS
 from shardwise.errors import ConfigError
 from shardwise.launch.place import presets
-from shardwise.launch.resolve import prepare
+from shardwise.launch.resolve import choose_device, prepare
 from shardwise.log import say
 from shardwise.spec.aliases import put, translate
 from shardwise.spec.rules import parse_run
@@ -198,7 +199,8 @@ class Trainer:
         if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
             tree["data"]["train"] = tree["data"]["eval"]
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
-        return apply_overrides(tree, presets(os.environ))
+        tree = apply_overrides(tree, presets(os.environ))
+        return to_be_planned(tree, self.args.tree) if AMBIENT.planned else tree
 
     def _num_stages(self) -> int:
         """Stages of the pipeline by all that was said, 1 where nothing was; what is no number is refused elsewhere."""
@@ -208,6 +210,29 @@ class Trainer:
         if pp is None and isinstance(stages, list | tuple):
             pp = len(stages)
         return pp if isinstance(pp, int) else 1
+
+
+def to_be_planned(tree: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of a run on processes of a CPU with missing degrees to be searched for; another one as it is.
+
+    The batch is what data parallelism on all that the given degrees leave would make it, whatever the plan.
+
+    Args:
+        said: what the arguments themselves say of a key.
+    """
+    device = choose_device(os.environ.get("SHARDWISE_DEVICE") or tree.get("device") or "auto")
+    strategy, train, devices = dict(tree.get("strategy", {})), dict(tree.get("train", {})), tree.get("devices")
+    if device != "cpu" or not isinstance(devices, int) or devices < 2 or tree.get("nnodes", 1) != 1:
+        return tree
+    ranks = math.prod(strategy.get(name) or 1 for name in ("pp", "tp"))
+    accumulation = train.pop("gradient_accumulation_steps", None)
+    if accumulation is not None and devices % ranks == 0:
+        train["global_batch_size"] = strategy["micro_batch_size"] * accumulation * (devices // ranks)
+        if "micro_batch_size" not in said.get("strategy", {}):
+            del strategy["micro_batch_size"]
+    elif accumulation is not None:
+        return tree  # the product does not fit, and is refused where all of it is known
+    return tree | {"strategy": strategy, "train": train, "cluster": tree.get("cluster") or "auto"}
 
 
 def _is_path(rows: Any) -> bool:

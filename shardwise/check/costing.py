@@ -38,6 +38,7 @@ from shardwise.spec.block import (
 )
 from shardwise.spec.layout import ParamLayout
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.strategy import legal_tensor_degrees
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.table import ShardingTable, Style
@@ -93,14 +94,15 @@ class _Model:
 def model_costs(
     folder: Path,
     cache: TableCache,
-    degrees: Sequence[int] = DEGREES,
+    degrees: Sequence[int] | None = DEGREES,
     name: str = "",
     tell: Callable[[str], None] = lambda _: None,
 ) -> ModelCosts:
     """The costs of the model in ``folder``.
 
     Args:
-        degrees: tensor degrees to look at; 1 is always among them.
+        degrees: tensor degrees to look at; 1 is always among them. None: the least that splits, and those of
+            ``DEGREES`` that the model's numbers allow.
         name: of the model in the answer; empty: the folder's.
         tell: is called with what is being done, before it takes seconds.
 
@@ -111,7 +113,7 @@ def model_costs(
     model = build_on_meta(folder, None, torch.bfloat16)
     structure = find_structure(model)
     spec = describe_sizes(model, structure, folder)
-    tables, rules = _tables(model, spec, degrees, cache, tell)
+    tables, rules = _tables(model, spec, _usual_degrees(spec) if degrees is None else degrees, cache, tell)
     sliced = _sliced_tables(model, [degree for degree in tables if degree > 1], cache)
     whole = _Model(model, structure, spec, tables, sliced, rules)
     tell("passes on fake tensors")
@@ -130,6 +132,11 @@ def model_costs(
         tied_parameters=model.get_submodule(structure.head).weight.numel() if tied else 0,
         num_experts=spec.num_experts,
     )
+
+
+def _usual_degrees(spec: ModelSpec) -> list[int]:
+    legal = legal_tensor_degrees(spec)
+    return [degree for degree in legal if degree in (*DEGREES, *legal[1:2])]
 
 
 def _tables(

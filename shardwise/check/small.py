@@ -68,6 +68,8 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     config, notes = _without_chance(shrink(real.config, degree=degree, num_blocks_per_kind=num_blocks))
     if run.lora is not None and run.lora.dropout:
         notes.append("dropout (lora.dropout)")
+    if run.data.packing:
+        notes.append("packing (data.packing): rows are compared one by one")
     small = build_meta(config, torch.float32)
     adapters = None if lora is None else find_adapters(small, lora)
     return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes))

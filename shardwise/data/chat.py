@@ -8,13 +8,16 @@ in a supervised span, so no token id depends on where a turn ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
 from shardwise.data.format import IGNORED, BadRow, Tokens
+from shardwise.data.turns import REFUSALS, Message, Span, TurnNotFoundError, supervised_spans, words_of
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import leading_bos
 from shardwise.spec.template import template_text
@@ -23,10 +26,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a template raises by itself or by a conversation that it was not written for, and a tokenizer on broken text.
-_REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-Message = dict[str, Any]
-Render = Callable[[list[Message], bool], str]  # (messages, add_generation_prompt) -> text
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant says, in templates that tell it
+# For models without a template: ChatML, where the tokenizer has its marks; else a text before each turn, and the
+# end-of-sequence token behind it.
+_CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_BY_END = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 
 
 class ChatEncoder:
@@ -35,18 +46,26 @@ class ChatEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer that gives character offsets.
         template: a file or the text of a template; None takes the tokenizer's own.
+        loss: what is supervised: see :func:`shardwise.data.turns.supervised_spans`.
+
+    Attributes:
+        default_template: the template that stands in where none is given and the tokenizer has none; else None.
 
     Raises:
-        ConfigError: no template, one that is not valid, or a tokenizer without offsets.
+        ConfigError: a template that is not valid, none and a tokenizer to which none can be given, or a tokenizer
+            without offsets.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, loss: str = "assistant"
+    ) -> None:
         name = type(tokenizer).__name__
         if not tokenizer.is_fast:
             rule = "messages need a tokenizer that gives character offsets (a fast one)"
             raise ConfigError(f"tokenizer = {name}", rule, 'Tokenise the rows yourself: {"input_ids", "labels"}')
-        self._tokenizer = tokenizer
-        self._template = template_text(template) if template is not None else _own_template(tokenizer)
+        self._tokenizer, self._loss = tokenizer, loss
+        self.default_template = None if template is not None or tokenizer.chat_template else default_template(tokenizer)
+        self._template = template_text(template) if template is not None else self.default_template
         self._check_syntax()
         self._bos = leading_bos(tokenizer)
 
@@ -57,19 +76,36 @@ class ChatEncoder:
             BadRow: messages that are malformed, that the template refuses, or whose turns cannot be told apart in
                 what the template writes.
         """
-        messages, tools = value["messages"], value.get("tools")
-        check_messages(messages)
+        check_messages(value["messages"], needs_answer=self._loss in ("assistant", "last_turn"))
+        refusal: BadRow | None = None
+        for messages in _forms(value["messages"]):
+            try:
+                return self._encode(messages, value.get("tools"), value.get("learned"))
+            except BadRow as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
+    def _encode(self, messages: list[Message], tools: Any, learned: Collection[int] | None) -> Tokens:
         def render(part: list[Message], add_generation_prompt: bool) -> str:
             return self._render(part, tools, add_generation_prompt)
 
         try:
             text = render(messages, False)
-            spans = assistant_spans(messages, text, render)
-            return self._tokenise(text, spans)
+            try:
+                spans = supervised_spans(messages, text, render, self._loss, learned)
+            except TurnNotFoundError:
+                told = self._loss == "assistant" and learned is None
+                if not told or not _MARKED.search(self._own_template(tools)):
+                    raise
+                return self._by_marks(messages, tools)
+            end = self._missing_end(text, messages[-1])
+            if end:
+                spans = [(start, stop + len(end) if stop == len(text) else stop) for start, stop in spans]
+            return self._tokenise(text + end, spans)
         except BadRow:
             raise
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise BadRow(f"the chat template or the tokenizer refuses it: {error}") from None
 
     def _check_syntax(self) -> None:
@@ -78,8 +114,11 @@ class ChatEncoder:
         except jinja2.TemplateSyntaxError as error:
             rule = f"not a valid template (its line {error.lineno}: {error.message})"
             raise ConfigError("chat_template", rule, "Correct it") from None
-        except _REFUSALS:
+        except REFUSALS:
             pass  # valid, and wants another conversation than this one
+
+    def _own_template(self, tools: Any) -> str:
+        return self._template or str(self._tokenizer.get_chat_template(tools=tools))
 
     def _render(self, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -91,7 +130,29 @@ class ChatEncoder:
         )
         return str(text)
 
-    def _tokenise(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
+    def _missing_end(self, text: str, last: Message) -> str:
+        """The end-of-sequence token where the template writes nothing behind the last answer; else nothing.
+
+        Without one the model would not learn to stop.
+        """
+        eos, words, written = self._tokenizer.eos_token, words_of(last), text.rstrip()
+        is_missing = last["role"] == "assistant" and words and written.endswith(words) and eos is not None
+        return str(eos) if is_missing and not written.endswith(str(eos)) else ""
+
+    def _by_marks(self, messages: list[Message], tools: Any) -> Tokens:
+        """By the template's own marks, where it writes earlier turns otherwise than the last one."""
+        encoded: Any = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self._template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids = np.array(encoded["input_ids"], dtype=np.int64)
+        return self._with_bos(ids, np.where(np.array(encoded["assistant_masks"]) == 1, ids, IGNORED))
+
+    def _tokenise(self, text: str, spans: list[Span]) -> Tokens:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.array(encoded["input_ids"], dtype=np.int64)
         ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
@@ -100,14 +161,61 @@ class ChatEncoder:
             # By a token's last character: one that a merge has drawn over the border holds the answer's first one.
             inside = (ends > start) & (ends <= end)
             labels[inside] = ids[inside]
+        return self._with_bos(ids, labels)
+
+    def _with_bos(self, ids: np.ndarray, labels: np.ndarray) -> Tokens:
         if self._bos and list(ids[:1]) != self._bos:
             ids = np.concatenate([self._bos, ids])
             labels = np.concatenate([[IGNORED], labels])
-        return Tokens(ids.astype(np.int32), labels.astype(np.int32))
+        head = int(len(ids) > 0 and int(ids[0]) == self._tokenizer.bos_token_id)
+        return Tokens(ids.astype(np.int32), labels.astype(np.int32), head=head)
 
 
-def check_messages(messages: Any) -> None:
-    """Raise :class:`BadRow`, with the turn counted from 1, unless this is a conversation to learn from."""
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A template of the tokenizer's own tokens, for a model that has none.
+
+    Raises:
+        ConfigError: it has neither ChatML's marks nor an end-of-sequence token: nothing could end a turn.
+    """
+    if all(mark in tokenizer.get_vocab() for mark in _CHATML_MARKS):
+        return _CHATML
+    if tokenizer.eos_token is not None:
+        return _BY_END
+    rule = "the data has messages, and the tokenizer has neither a chat template nor a token that could end a turn"
+    raise ConfigError("chat_template", rule, "Give one with chat_template=FILE, or tokenise the rows yourself")
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """``messages`` as templates may want them: calls beside an empty text or none, arguments as object or text.
+
+    Without calls there is one form. The first that a template takes, and leaves nothing out of, counts.
+    """
+    if not any(turn.get("tool_calls") for turn in messages):
+        yield messages
+        return
+    for as_text in (False, True):
+        for empty in ("", None):
+            yield [_form(turn, empty, as_text) if turn.get("tool_calls") else turn for turn in messages]
+
+
+def _form(turn: Message, empty: str | None, as_text: bool) -> Message:
+    calls = turn["tool_calls"]
+    if as_text:
+        functions = [call["function"] for call in calls]
+        texts = [json.dumps(function.get("arguments") or {}, ensure_ascii=False) for function in functions]
+        calls = [
+            call | {"function": function | {"arguments": text}}
+            for call, function, text in zip(calls, functions, texts, strict=True)
+        ]
+    return turn | {"content": turn.get("content") or empty, "tool_calls": calls}
+
+
+def check_messages(messages: Any, *, needs_answer: bool = True) -> None:
+    """Raise :class:`BadRow`, with the turn counted from 1, unless this is a conversation to learn from.
+
+    Args:
+        needs_answer: whether only the assistant's words are learned, so that there must be some, at the end.
+    """
     if not isinstance(messages, list):
         raise BadRow(f"messages is a {type(messages).__name__}, expected a list")
     if not messages:
@@ -115,6 +223,8 @@ def check_messages(messages: Any) -> None:
     for turn, message in enumerate(messages, start=1):
         _check_message(f"turn {turn}", message)
     roles = [message["role"] for message in messages]
+    if not needs_answer:
+        return
     if "assistant" not in roles:
         raise BadRow("no turn of the assistant")
     if roles[-1] != "assistant":
@@ -130,74 +240,12 @@ def _check_message(name: str, message: Any) -> None:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise BadRow(f"{name} has role {role!r}; roles are {', '.join(ROLES)}")
+    calls = message.get("tool_calls")
+    if content is None and calls:
+        return
     if content is None:
         raise BadRow(f"{name} ({role}) has no content")
     if not isinstance(content, str):
         raise BadRow(f"{name} ({role}) has a {type(content).__name__} as content, expected text")
-    if not content.strip() and role != "system":
+    if not content.strip() and role not in ("system", "tool") and not calls:
         raise BadRow(f"{name} ({role}) has empty content")
-
-
-def assistant_spans(messages: list[Message], text: str, render: Render) -> list[tuple[int, int]]:
-    """Character spans ``[start, end)`` of the assistant's turns in ``text``, the rendering of all ``messages``.
-
-    Raises:
-        BadRow: the template writes the beginning of this conversation otherwise when more turns follow, or leaves
-            out what the assistant says.
-    """
-    spans = []
-    for k, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        content = message["content"].strip()
-        start = _start(messages[:k], content, text, render)
-        until = text if k == len(messages) - 1 else render(messages[: k + 1], False)
-        end = len(until) if text.startswith(until) else _end_by_content(content, until, text, start)
-        if start is None or end is None or end <= start:
-            rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
-            raise BadRow(f"turn {k + 1} (assistant) cannot be found: {rule}, or tokenise the rows yourself")
-        # Its last line, since a template may set a thought before the answer apart.
-        if content.splitlines()[-1] not in text[start:end]:
-            raise BadRow(f"the chat template leaves out the text of turn {k + 1} (it may want a list of parts)")
-        spans.append((start, end))
-    return spans
-
-
-def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
-    """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
-
-    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, and
-    no later than its content.
-    """
-    prompt = render(before, True)
-    if text.startswith(prompt):
-        return len(prompt)
-    plain = render(before, False)
-    if not text.startswith(plain):
-        return None
-    pairs = enumerate(zip(prompt, text, strict=False))
-    parting = next((place for place, (ours, theirs) in pairs if ours != theirs), len(text))
-    place = text.find(content, len(plain))
-    return min(parting, place) if place >= 0 else parting
-
-
-def _end_by_content(content: str, until: str, text: str, start: int | None) -> int | None:
-    """End of a turn that the template decorates only while it is the last one (an empty thought, say).
-
-    What follows the content in ``until``, where the turn is last, is its end; the same must follow it in ``text``.
-    """
-    if start is None:
-        return None
-    _, found, tail = until.rpartition(content)
-    begin = start + len(text[start:]) - len(text[start:].lstrip())
-    end = begin + len(content)
-    return end + len(tail) if found and text.startswith(content + tail, begin) else None
-
-
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    try:
-        return str(tokenizer.get_chat_template())
-    except ValueError:
-        rule = "the data has messages and the model's tokenizer has no chat template"
-        remedy = "Give one with chat_template=FILE, or tokenise the rows yourself"
-        raise ConfigError("chat_template", rule, remedy) from None

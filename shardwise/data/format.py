@@ -1,40 +1,24 @@
-"""Which format a row has, found by looking at it, and the reading of rows that are token ids already."""
+"""The inner form of rows, one for all formats, and the reading of rows that are token ids already.
+
+Whatever a file holds becomes one of three things: :class:`Conversation` (turns, for a chat template), :class:`Text`
+(pieces as they stand) or :class:`Tokens`. ``detect`` says which format a row has, ``convert`` makes the inner form of
+it, ``encode`` the tokens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from shardwise.config import nearest
+from shardwise.spec.run import DataFormat
 
 IGNORED = -100  # a label with this value is not supervised
-Format = Literal["tokens", "messages", "pairs"]
-FORMATS: tuple[Format, ...] = ("tokens", "messages", "pairs")
-# Columns of a question and its answer; the first pair that a row has counts.
-PAIR_KEYS = (
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("input", "output"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-)
-_KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
-    "tokens": (("input_ids",),),
-    "messages": (("messages",),),
-    "pairs": PAIR_KEYS,
-}
+Format = DataFormat
 
 _TOKEN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
-
-# What rows of other tools look like: the keys that give them away, and their name.
-_FOREIGN = (
-    ({"conversations"}, "a ShareGPT conversation"),
-    ({"chosen", "rejected"}, "a preference pair"),
-    ({"text"}, "plain text for pretraining"),
-)
 
 
 class BadRow(ValueError):
@@ -43,58 +27,47 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A row's ids and unshifted labels, int32 [length], and its own position ids where it has them."""
+    """A row's ids and unshifted labels, int32 [length], and its own position ids where it has them.
+
+    ``head`` counts the first tokens that a row keeps when it is cut to length (its beginning-of-sequence token).
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray | None = None
+    head: int = 0
 
 
-def format_of(value: Any) -> Format | None:
-    """The format of one parsed row, None if it is none that can be read."""
-    if isinstance(value, dict):
-        for name in FORMATS:
-            if _has(value, name):
-                return name
-    return None
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A row of turns.
+
+    Attributes:
+        messages: turns as chat templates take them: ``role`` (system, developer, user, assistant, tool), ``content``
+            (text, or None beside ``tool_calls``), and what else the row gave, with the arguments of tool calls as
+            objects.
+        tools: descriptions of the tools, None where the row has none.
+        learned: the places in ``messages`` that may be supervised; None: all that the loss is taken on.
+        is_pair: a question and its answer in two columns; without a chat template it is plain text.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    learned: tuple[int, ...] | None = None
+    is_pair: bool = False
 
 
-def _has(value: dict[str, Any], name: Format) -> bool:
-    return any(set(keys) <= value.keys() for keys in _KEYS[name])
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A row of text without turns: ``(text, whether it is supervised)`` pieces, in order, taken as they stand.
+
+    The tokenizer's end-of-sequence token follows and is supervised where the last piece is.
+    """
+
+    pieces: tuple[tuple[str, bool], ...]
 
 
-def check_format(value: Any, expected: Format | None) -> None:
-    """Raise :class:`BadRow`, saying what the row looks like, unless it has the ``expected`` format."""
-    if expected is not None and isinstance(value, dict) and _has(value, expected):
-        return
-    wanted = " or ".join(_wanted(name) for name in ([expected] if expected else FORMATS))
-    raise BadRow(f"{_looks_like(value)}; expected an object with {wanted}")
-
-
-def _wanted(name: Format) -> str:
-    if name == "pairs":
-        return "two texts (" + ", ".join("/".join(keys) for keys in PAIR_KEYS) + ")"
-    return f'"{_KEYS[name][0][0]}"'
-
-
-def _looks_like(value: Any) -> str:
-    if isinstance(value, list):
-        ids = bool(value) and all(type(item) is int for item in value)
-        return "a bare list" + (" of token ids" if ids else "")
-    if not isinstance(value, dict):
-        return f"a bare {type(value).__name__}"
-    found = format_of(value)
-    if found:
-        return f"a row of format {found}"
-    for keys, name in _FOREIGN:
-        if keys <= value.keys():
-            return f"looks like {name} (keys {_listed(value)})"
-    return f"an object with keys {_listed(value)}" if value else "an empty object"
-
-
-def _listed(value: dict[str, Any]) -> str:
-    shown = [repr(key) for key in list(value)[:5]]
-    return ", ".join(shown) + (", ..." if len(value) > 5 else "")
+Sample = Tokens | Conversation | Text
 
 
 def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | None) -> Tokens:

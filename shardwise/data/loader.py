@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwise.data.batch import START, Batch, LoaderState, stack_rows
-from shardwise.data.order import epoch_order, rank_bounds, step_rows, steps_per_epoch
-from shardwise.data.rows import Row, num_supervised, row_hash
+from shardwise.data.order import epoch_order, group_by_length, step_rows, steps_per_epoch
+from shardwise.data.pack import StepSplit, lay_out
+from shardwise.data.rows import Row, row_hash
+from shardwise.data.store import first_late, row_sizes
 from shardwise.errors import ConfigError
 
 
@@ -19,6 +21,9 @@ class LoaderSettings:
 
     ``global_batch_size`` counts the rows of a step over all data ranks, ``micro_batch_size`` those of one forward on
     one of them; ``min_micro_batches`` is what the pipeline needs; ``log_rows`` adds the rows' hashes to a batch.
+    ``packing`` lays rows one behind the other, up to ``pack_length`` tokens (None: those of the longest row);
+    a micro-batch then has at most ``micro_batch_size`` such places. ``group_by_length`` puts rows of about the same
+    length near each other.
     """
 
     global_batch_size: int
@@ -30,6 +35,9 @@ class LoaderSettings:
     seed: int = 42
     drop_last: bool = False
     log_rows: bool = False
+    packing: bool = False
+    pack_length: int | None = None
+    group_by_length: bool = False
 
 
 class Loader:
@@ -37,8 +45,16 @@ class Loader:
 
     def __init__(self, rows: Sequence[Row], settings: LoaderSettings) -> None:
         self.rows, self.settings = rows, settings
-        self._lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-        self._supervised = np.array([num_supervised(row.labels) for row in rows], dtype=np.int64)
+        self._lengths, self._supervised = row_sizes(rows)
+        if settings.packing:
+            _refuse_late_beginnings(rows)
+        longest = int(self._lengths.max(initial=1))
+        self._split = StepSplit(
+            settings.micro_batch_size,
+            settings.num_data_ranks,
+            settings.min_micro_batches,
+            max(settings.pack_length or 0, longest) if settings.packing else None,
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,23 +115,40 @@ class Loader:
         settings = self.settings
         while True:
             epoch = state.epoch
-            order = epoch_order(len(self.rows), settings.shuffle, settings.seed, epoch)
+            order = self._order(epoch)
             while state.epoch == epoch:
                 chosen = step_rows(order, state.rows_seen, settings.global_batch_size)
                 step = -(-state.rows_seen // settings.global_batch_size)
                 state = self._normal(LoaderState(epoch, state.rows_seen + len(chosen)))
                 yield self._batch(chosen, epoch, step, state)
 
+    def _order(self, epoch: int) -> np.ndarray:
+        order = epoch_order(len(self.rows), self.settings.shuffle, self.settings.seed, epoch)
+        return group_by_length(order, self._lengths) if self.settings.group_by_length else order
+
+    def fill_rates(self, max_steps: int = 100) -> tuple[float, float]:
+        """Share of the tokens of the first epoch's first steps that are no padding: as they are laid out, and unpacked.
+
+        Both are equal without packing.
+        """
+        order, size = self._order(0), self.settings.global_batch_size
+        real, laid_out, unpacked = 0, 0, 0
+        for seen in range(0, min(len(order), max_steps * size), size):
+            lengths = self._lengths[step_rows(order, seen, size)]
+            real += int(lengths.sum())
+            laid_out += lay_out(lengths, self._split).num_tokens
+            unpacked += lay_out(lengths, replace(self._split, capacity=None)).num_tokens
+        return real / max(laid_out, 1), real / max(unpacked, 1)
+
     def _batch(self, chosen: np.ndarray, epoch: int, step: int, next_state: LoaderState) -> Batch:
         settings = self.settings
-        start, end = rank_bounds(len(chosen), settings.data_rank, settings.num_data_ranks)
-        largest_share = -(-len(chosen) // settings.num_data_ranks)
-        num_micro_batches = max(-(-largest_share // settings.micro_batch_size), settings.min_micro_batches)
+        layout = lay_out(self._lengths[chosen], self._split)
+        own = layout.places[settings.data_rank]
         input_ids, targets, position_ids, lengths = stack_rows(
-            [self.rows[index] for index in chosen[start:end]],
-            num_micro_batches,
-            settings.micro_batch_size,
-            int(self._lengths[chosen].max()),
+            [[self.rows[chosen[number]] for number in numbers] for numbers in own],
+            layout.num_micro_batches,
+            layout.micro_batch_size,
+            layout.length,
         )
         return Batch(
             input_ids=input_ids,
@@ -124,6 +157,7 @@ class Loader:
             lengths=lengths,
             num_tokens=int(self._supervised[chosen].sum()),
             num_input_tokens=int(self._lengths[chosen].sum()),
+            num_computed_tokens=layout.num_tokens,
             num_rows=len(chosen),
             rows=tuple(chosen.tolist()),
             row_hashes=tuple(row_hash(self.rows[index]) for index in chosen) if settings.log_rows else None,
@@ -131,3 +165,11 @@ class Loader:
             step_in_epoch=step,
             next_state=next_state,
         )
+
+
+def _refuse_late_beginnings(rows: Sequence[Row]) -> None:
+    """Models tell packed rows apart by positions that do not go on; one that begins later could just go on."""
+    row = first_late(rows)
+    if row is not None and row.position_ids is not None:
+        rule = f"its positions begin at {row.position_ids[0]}, and rows are packed that begin at 0"
+        raise ConfigError(f"row of line {row.line}", rule, "Leave position_ids out, or use data.packing=false")

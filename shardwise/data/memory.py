@@ -21,8 +21,8 @@ class MemoryData:
     tokenizer: Any = None
 
 
-def memory_records(dataset: Any, name: str, max_records: int | None = None) -> list[Record]:
-    """The rows of a data set in its own order, at most ``max_records``; ``line`` counts them from 1.
+def memory_records(dataset: Any, name: str, max_records: int | None = None) -> Iterator[Record]:
+    """The rows of a data set in its own order, at most ``max_records``, one by one; ``line`` counts them from 1.
 
     Args:
         dataset: a list, another iterable, a function that returns one (a generator function), or an object with
@@ -35,7 +35,7 @@ def memory_records(dataset: Any, name: str, max_records: int | None = None) -> l
         ConfigError: no data set, or a row that is no mapping.
     """
     rows = islice(_iterate(dataset, name), max_records)
-    return [Record(number, _plain_row(row, name, number)) for number, row in enumerate(rows, start=1)]
+    return (Record(number, _plain_row(row, name, number)) for number, row in enumerate(rows, start=1))
 
 
 def _iterate(dataset: Any, name: str) -> Iterator[Any]:
@@ -56,6 +56,11 @@ def _plain_row(row: Any, name: str, number: int) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         remedy = 'Such as {"input": ..., "output": ...} or {"messages": [...]}; a GeneratorDataset names its columns'
         raise ConfigError(f"{name}, row {number}", f"is a {type(row).__name__}, expected a dictionary", remedy)
+    return plain_row(row)
+
+
+def plain_row(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """A row without what is None (a table has every key of a column in every row), arrays and tensors as lists."""
     return {str(key): _plain(value) for key, value in row.items() if value is not None}
 
 

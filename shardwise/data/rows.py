@@ -4,70 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardwise.data.chat import ChatEncoder
-from shardwise.data.format import (
-    FORMATS,
-    IGNORED,
-    BadRow,
-    Format,
-    Tokens,
-    check_format,
-    check_ids,
-    format_of,
-    read_tokens,
-)
-from shardwise.data.pairs import PairEncoder
-from shardwise.data.source import Record, read_records, show
-from shardwise.errors import ConfigError
+from shardwise.data.encode import RowEncoder
+from shardwise.data.format import Format
+from shardwise.data.readers import files_of, iter_items
+from shardwise.data.source import Item, Record, show
+from shardwise.data.store import Row, Rows, RowsWriter
+from shardwise.data.tally import Notify, Tally
+from shardwise.data.tokenise import Chunk, Limits, find_format, num_supervised, tokenise
 from shardwise.spec.run import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["Row", "Rows", "load_rows", "name_lines", "num_supervised", "row_hash"]
+
 _log = logging.getLogger(__name__)
-_SHOWN = 3  # bad rows that one message spells out
 _SHOWN_RANGES = 20
-Notify = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the data set.
-
-    ``index`` is its place among the rows in use, in file order; ``line`` where it stands in the file. ``input_ids``,
-    ``labels`` (unshifted, -100: not supervised) and ``position_ids`` (None: 0, 1, 2, ...) are int32 [length].
-    ``fingerprint`` is a hash of all three before the row was cut to length.
-    """
-
-    index: int
-    line: int
-    input_ids: np.ndarray
-    labels: np.ndarray
-    position_ids: np.ndarray | None = None
-    fingerprint: str = ""
-
-
-def _fingerprint(tokens: Tokens) -> str:
-    parts = [tokens.input_ids, tokens.labels, *([] if tokens.position_ids is None else [tokens.position_ids])]
-    return hashlib.sha256(b"".join(part.astype("<i4").tobytes() for part in parts)).hexdigest()[:16]
+CHUNK = 500  # items that are tokenised at once; the format is found among the first so many
 
 
 def row_hash(row: Row) -> str:
     """First 16 hexadecimal digits of the sha256 of the ids as little-endian int32."""
     return hashlib.sha256(row.input_ids.astype("<i4").tobytes()).hexdigest()[:16]
-
-
-def num_supervised(labels: np.ndarray) -> int:
-    """Tokens that are predicted: labels from the second on (nothing comes before the first) that are not -100."""
-    return int(np.count_nonzero(labels[1:] != IGNORED))
 
 
 def name_lines(lines: Sequence[int]) -> str:
@@ -85,63 +49,16 @@ def name_lines(lines: Sequence[int]) -> str:
     )
 
 
-def load_rows(
-    path: Path,
-    run: RunConfig,
-    *,
-    vocab_size: int,
-    tokenizer: Callable[[], PreTrainedTokenizerBase],
-    max_positions: int | None = None,
-    records: list[Record] | None = None,
-    max_samples: int | None = None,
-    notify: Notify = _log.warning,
-) -> list[Row]:
-    """The rows of ``path`` that the run uses, in file order.
-
-    Args:
-        records: what stands in for the file's content; ``path`` is then no more than its name in messages.
-        vocab_size: rows of the model's embedding; every id is below it.
-        tokenizer: gives the tokenizer; called only if the rows are text.
-        max_samples: read no more than the first so many rows.
-        max_positions: longest row that the model can take; ``data.max_length`` can only lower it.
-        notify: told, in one line each, of rows that are skipped, dropped or truncated.
-
-    Raises:
-        ConfigError: a file that cannot be read, bad rows (unless ``data.on_bad_rows`` is skip), rows that are too
-            long (unless ``data.on_long`` says what to do with them), or a set in which nothing can be learned.
-    """
-    data, name = run.data, show(path)
-    if records is None:
-        records = read_records(path, max_samples)
-    if not records:
-        raise ConfigError(name, "the data file holds no rows" if path.suffix else "holds no rows")
-    kind = _kind(records, data.format)
-    encode = _encoder(kind, run, vocab_size, tokenizer, max_positions, lambda text: notify(f"{name}: {text}"))
-    limit = _Limit.of(data.max_length, max_positions)
-    sorted_ = _sort(records, kind, encode, limit, data.on_long)
-    if sorted_.bad and (data.on_bad_rows == "refuse" or not sorted_.rows):
-        raise _bad_rows(name, sorted_, len(records), skipping=data.on_bad_rows == "skip")
-    if sorted_.refused:
-        line, length = next(iter(sorted_.refused.items()))
-        more = f" ({len(sorted_.refused)} such rows, the longest {max(sorted_.refused.values())})"
-        remedy = "Cut them with data.on_long=truncate, leave them out with data.on_long=drop"
-        raise ConfigError(f"{name}:{line}", f"{length} tokens are more than {limit}{more}", remedy)
-    _tell(sorted_, name, limit, notify)
-    if not any(num_supervised(row.labels) for row in sorted_.rows):
-        rule = f"none of {len(records)} rows has a supervised token, there is nothing to learn"
-        raise ConfigError(name, rule + (f" within {limit}" if sorted_.dropped else ""), "Look at the rows' labels")
-    return sorted_.rows
-
-
 @dataclass(frozen=True)
-class _Limit:
+class Limit:
     """The longest row, and which key says so."""
 
     tokens: int | None
     source: str = ""
 
     @classmethod
-    def of(cls, max_length: int | None, max_positions: int | None) -> _Limit:
+    def of(cls, max_length: int | None, max_positions: int | None) -> Limit:
+        """The smaller of the two."""
         if max_length is not None and (max_positions is None or max_length <= max_positions):
             return cls(max_length, f"data.max_length = {max_length}")
         return cls(max_positions, f"the model's {max_positions} positions")
@@ -150,118 +67,127 @@ class _Limit:
         return self.source
 
 
-@dataclass
-class _Sorted:
-    """Rows in use, and by line what became of the others."""
+@dataclass(frozen=True)
+class Source:
+    """A file, a folder or a name for rows in memory, and all that its tokens depend on but the tokenizer.
 
-    rows: list[Row] = field(default_factory=list)
-    bad: dict[int, str] = field(default_factory=dict)  # line: reason
-    refused: dict[int, int] = field(default_factory=dict)  # line: length
-    dropped: dict[int, int] = field(default_factory=dict)
-    truncated: dict[int, int] = field(default_factory=dict)
+    ``vocab_size`` is the rows of the model's embedding, above every id; ``max_positions`` the longest row that the
+    model can take (``data.max_length`` can only lower it); ``max_samples``: read no more than the first so many rows.
+    """
+
+    path: Path
+    run: RunConfig
+    vocab_size: int
+    max_positions: int | None = None
+    max_samples: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return show(self.path)
+
+    @property
+    def limit(self) -> Limit:
+        """The longest row."""
+        return Limit.of(self.run.data.max_length, self.max_positions)
+
+    @property
+    def limits(self) -> Limits:
+        """What its rows are held against."""
+        return Limits(self.vocab_size, self.max_positions, self.limit.tokens, self.run.data.on_long)
+
+    def encoder(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> RowEncoder:
+        """What makes tokens of its rows."""
+        return RowEncoder(tokenizer, self.run.chat_template, self.vocab_size, self.run.data.loss)
 
 
-def _kind(records: list[Record], given: str) -> Format | None:
-    """The format of the file: the given one; for ``auto`` that of its first row that has one."""
-    named = next((name for name in FORMATS if name == given), None)
-    return named or next((kind for record in records if (kind := format_of(record.value))), None)
-
-
-def _encoder(
-    kind: Format | None,
-    run: RunConfig,
-    vocab_size: int,
+def load_rows(
+    source: Source,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
-    max_positions: int | None,
-    notify: Notify,
-) -> Callable[[dict[str, Any]], Tokens]:
-    if kind not in ("messages", "pairs"):
-        return lambda value: read_tokens(value, vocab_size, max_positions)
-    encoder: ChatEncoder | PairEncoder
-    if kind == "messages":
-        encoder = ChatEncoder(tokenizer(), run.chat_template)
-    else:
-        encoder = PairEncoder(tokenizer(), run.chat_template)
-        if encoder.is_plain:
-            notify("the tokenizer has no chat template: a row is its question, a line break, and its answer")
+    records: Iterable[Record] | None = None,
+    notify: Notify = _log.warning,
+) -> Rows:
+    """The rows of a source that the run uses, in their order, held in memory.
 
-    def encode(value: dict[str, Any]) -> Tokens:
-        tokens = encoder(value)
-        check_ids(tokens.input_ids, vocab_size, "the tokenizer's id")
-        return tokens
+    Args:
+        tokenizer: gives the tokenizer; called only if the rows are text.
+        records: what stands in for the files' content; the path is then no more than their name in messages.
+        notify: told, in one line each, of rows that are skipped, dropped or truncated.
 
-    return encode
-
-
-def _sort(
-    records: list[Record],
-    kind: Format | None,
-    encode: Callable[[dict[str, Any]], Tokens],
-    limit: _Limit,
-    on_long: str,
-) -> _Sorted:
-    out = _Sorted()
-    for record in records:
-        try:
-            if record.error:
-                raise BadRow(record.error)
-            check_format(record.value, kind)
-            tokens = encode(record.value)
-        except BadRow as error:
-            out.bad[record.line] = str(error)
-            continue
-        length, fingerprint = len(tokens.input_ids), _fingerprint(tokens)
-        if limit.tokens is not None and length > limit.tokens:
-            cut = _cut(tokens, limit.tokens)
-            # A row that was supervised and would no longer be teaches nothing: dropped and counted.
-            emptied = num_supervised(tokens.labels) > 0 and num_supervised(cut.labels) == 0
-            fate = (
-                out.refused if on_long == "refuse" else out.dropped if on_long == "drop" or emptied else out.truncated
-            )
-            fate[record.line] = length
-            if fate is not out.truncated:
-                continue
-            tokens = cut
-        parts = tokens.input_ids, tokens.labels, tokens.position_ids
-        out.rows.append(Row(len(out.rows), record.line, *parts, fingerprint))
-    return out
+    Raises:
+        ConfigError: a file that cannot be read, bad rows (unless ``data.on_bad_rows`` is skip), rows that are too
+            long (unless ``data.on_long`` says what to do with them), or a set in which nothing can be learned.
+    """
+    rows, told = survey_rows(source, tokenizer, records)
+    for line in told["notes"]:
+        notify(line)
+    return rows
 
 
-def _cut(tokens: Tokens, length: int) -> Tokens:
-    positions = None if tokens.position_ids is None else tokens.position_ids[:length]
-    return Tokens(tokens.input_ids[:length], tokens.labels[:length], positions)
+def survey_rows(
+    source: Source,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    records: Iterable[Record] | None = None,
+    folder: Path | None = None,
+) -> tuple[Rows, dict[str, Any]]:
+    """:func:`load_rows`, with what :func:`write_rows` says of them; into ``folder``, if one is given."""
+    encode, limits, parts = source.encoder(tokenizer), source.limits, list(parts_of(source.path, records))
+    found = (
+        (number, file, tokenise(items, file, kind, encode, limits))
+        for number, file, kind, items in chunks(parts, source.run.data.format, source.max_samples)
+    )
+    writer = RowsWriter(folder)
+    told = write_rows(source, found, writer)
+    return writer.finish([file for file, _ in parts], told), told
 
 
-def _bad_rows(name: str, found: _Sorted, total: int, *, skipping: bool) -> ConfigError:
-    """One message for all bad rows: the first few spelled out, the rest counted."""
-    if skipping:
-        return ConfigError(name, f"no valid rows: {len(found.bad)} left out because {_by_reason(found.bad)}")
-    if len(found.bad) == 1:
-        ((line, reason),) = found.bad.items()
-        return ConfigError(f"{name}:{line}", reason, "Correct it")
-    lines = [f"{name}:{line}: {reason}" for line, reason in list(found.bad.items())[:_SHOWN]]
-    if len(found.bad) > _SHOWN:
-        lines.append(f"and {len(found.bad) - _SHOWN} more")
-    rule = f"{len(found.bad)} of {total} rows cannot be used"
-    return ConfigError(name, rule, "\n  ".join(["Correct them:", *lines]))
+def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: RowsWriter) -> dict[str, Any]:
+    """Write the rows of ``(number of the file, its name, chunk)``.
+
+    Returns:
+        ``notes``: what is to be said of them, in lines; ``counts``: :meth:`shardwise.data.tally.Tally.counts`.
+
+    Raises:
+        ConfigError: as :func:`load_rows`.
+    """
+    tally, notes = Tally(), list[str]()
+    for number, file, chunk in found:
+        writer.add(chunk, number)
+        tally.add(chunk, file)
+        notes += [note for note in chunk.notes if note not in notes]  # each process has its own
+    limit, skip_bad = str(source.limit), source.run.data.on_bad_rows == "skip"
+    tally.check(source.name, writer.num_rows, writer.num_learned, limit, skip_bad=skip_bad)
+    told = [f"{source.name}: {line}" for line in [*notes, *tally.notes(source.name, limit)]]
+    return {"notes": told, "counts": tally.counts()}
 
 
-def _by_reason(bad: dict[int, str]) -> str:
-    counted = Counter(bad.values()).most_common()
-    shown = [f"{reason} ({count})" for reason, count in counted[:_SHOWN]]
-    return "; ".join(shown) + (f"; and {len(counted) - _SHOWN} other reasons" if len(counted) > _SHOWN else "")
+def parts_of(path: Path, records: Iterable[Record] | None = None) -> Iterator[tuple[str, Iterable[Item]]]:
+    """``(name, items)`` of each file that a path stands for; with ``records`` they are what it stands for."""
+    if records is not None:
+        yield show(path), records
+        return
+    for file in files_of(path):
+        yield show(file), iter_items(file)
 
 
-def _tell(found: _Sorted, name: str, limit: _Limit, notify: Notify) -> None:
-    if found.bad:
-        notify(
-            f"{name}: {len(found.bad)} bad rows left out, the first on line {next(iter(found.bad))}: "
-            f"{_by_reason(found.bad)}"
-        )
-    if found.dropped:
-        notify(
-            f"{name}: {len(found.dropped)} rows longer than {limit} dropped, "
-            f"the first on line {next(iter(found.dropped))}"
-        )
-    if found.truncated:
-        notify(f"{name}: {len(found.truncated)} rows cut to {limit}, the first on line {next(iter(found.truncated))}")
+def chunks(
+    parts: Sequence[tuple[str, Iterable[Item]]], given: str, max_items: int | None
+) -> Iterator[tuple[int, str, Format | None, list[Item]]]:
+    """``(number of the file, its name, its format, items)``, at most ``CHUNK`` items at once, ``max_items`` in all.
+
+    ``given`` is ``data.format``; for ``auto`` the format of a file is that of its first row that has one.
+    """
+    left = max_items
+    for number, (name, items) in enumerate(parts):
+        waiting = iter(items)
+        kind: Format | None = None
+        is_first = True
+        while left is None or left > 0:
+            batch = list(islice(waiting, CHUNK if left is None else min(CHUNK, left)))
+            if not batch:
+                break
+            if is_first:
+                kind = find_format(batch, name) if given == "auto" else given  # type: ignore[assignment]
+                is_first = False
+            left = None if left is None else left - len(batch)
+            yield number, name, kind, batch

@@ -1,31 +1,45 @@
-"""Read a data file into records: its JSON objects, each with the line it starts on.
+"""JSON as files hold it, line by line or as one array, and the bytes below it: UTF-8 whatever the locale says.
 
-Bytes are decoded here, as UTF-8 whatever the locale says, and a broken line is a record with an error: the caller
-decides whether it stops the run.
+A broken line is a record with an error: the caller decides whether it stops the run. ``readers`` opens files.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 
-SUFFIXES = (".jsonl", ".json")
 _WHITESPACE = " \t\r\n"
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One item of a file: its JSON ``value``, or the ``error`` that says why it is not JSON."""
+    """One item of a file: its ``value``, or the ``error`` that says why it has none.
+
+    ``is_last``: what follows the error in the file cannot be read, so leaving the row out would lose others unseen.
+    """
 
     line: int
     value: Any = None
     error: str = ""
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """One line of a file of JSON lines, not looked at yet: reading it is work for the process that tokenises it."""
+
+    line: int
+    data: bytes
+
+
+Item = Record | Raw
 
 
 def show(path: Path) -> str:
@@ -33,82 +47,45 @@ def show(path: Path) -> str:
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def read_records(path: Path, max_records: int | None = None) -> list[Record]:
-    """The records of ``path`` in file order, at most ``max_records``; blank lines are no records.
+def local(path: Path) -> Path:
+    """The path by its UTF-8 bytes: under LC_ALL=C the interpreter would refuse to encode a name that is not ASCII."""
+    return Path(os.fsdecode(os.fspath(path).encode("utf-8", "surrogateescape")))
 
-    ``.jsonl`` holds one object a line, ``.json`` one array.
+
+def parse(item: Item, name: str) -> Record:
+    """The record of an item; ``name`` is the file's, for messages.
 
     Raises:
-        ConfigError: a file that is absent, of another kind or encoding, or whose content contradicts its name.
+        ConfigError: bytes that are not UTF-8, with their line.
     """
-    text = read_text(path)
-    if path.suffix.lower() == ".json":
-        records = _array_records(path, text)
-    else:
-        _refuse_array(path, text)
-        records = _line_records(text, max_records)
-    return records[:max_records]
+    return item if isinstance(item, Record) else parse_line(item.line, decode(item.data, name, item.line).strip())
 
 
-def read_text(path: Path) -> str:
-    """The whole file as text: UTF-8, with or without a byte order mark."""
-    return _decode(path, _read_bytes(path))
+def decode(data: bytes, name: str, line: int = 1) -> str:
+    """Text of ``data``, which begins on ``line``: UTF-8, with or without a byte order mark.
 
-
-def _read_bytes(path: Path) -> bytes:
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(show(path), f"a data file ends in {' or '.join(SUFFIXES)}", "Convert it to JSON lines")
-    # By its UTF-8 bytes: under LC_ALL=C the interpreter would refuse to encode a name that is not ASCII.
-    name = os.fsdecode(os.fspath(path).encode("utf-8", "surrogateescape"))
+    Raises:
+        ConfigError: another encoding, with the line and what it may be.
+    """
     try:
-        return Path(name).read_bytes()
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, _siblings(path), n=1)
-        remedy = f"Nearest name there: {show(Path(near[0]))}" if near else ""
-        raise ConfigError(show(path), "there is no such data file", remedy) from None
-    except OSError as error:
-        raise ConfigError(show(path), f"the data file cannot be read ({error.strerror})") from None
-
-
-def _siblings(path: Path) -> list[str]:
-    try:
-        return [name for name in os.listdir(path.parent) if name.endswith(SUFFIXES)]
-    except OSError:
-        return []
-
-
-def _decode(path: Path, data: bytes) -> str:
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ConfigError(f"{show(path)}:1", "the file is UTF-16; data files are UTF-8", _convert(path, "UTF-16"))
-    try:
-        return data.decode("utf-8-sig")
+        return data.removeprefix(BOM).decode("utf-8") if line == 1 else data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line += data.count(b"\n", 0, error.start)
     try:
         data.decode("gb18030")
-        guess, remedy = " (it reads as GBK)", _convert(path, "GB18030")
+        guess, remedy = " (it reads as GBK)", convert(name, "GB18030")
     except UnicodeDecodeError:
         guess, remedy = "", "Save it as UTF-8"
-    raise ConfigError(f"{show(path)}:{line}", f"the file is not UTF-8{guess}", remedy)
+    raise ConfigError(f"{name}:{line}", f"the file is not UTF-8{guess}", remedy)
 
 
-def _convert(path: Path, encoding: str) -> str:
-    return f"Convert it: iconv -f {encoding} -t UTF-8 {show(path)}"
+def convert(name: str, encoding: str) -> str:
+    """The command that makes UTF-8 of a file."""
+    return f"Convert it: iconv -f {encoding} -t UTF-8 {name}"
 
 
-def _line_records(text: str, max_records: int | None) -> list[Record]:
-    records: list[Record] = []
-    # Not splitlines(): it also breaks at U+2028 and others, which may stand inside a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        if len(records) == max_records:
-            break
-        records.append(_parse_line(number, line.strip()))
-    return records
-
-
-def _parse_line(number: int, line: str) -> Record:
+def parse_line(number: int, line: str) -> Record:
+    """The record of one line of JSON."""
     try:
         return Record(number, json.loads(line))
     except (ValueError, RecursionError) as error:
@@ -128,26 +105,10 @@ def _reason(error: ValueError | RecursionError) -> str:
     return "not JSON that can be read: nested too deep" if isinstance(error, RecursionError) else f"not JSON: {error}"
 
 
-def _refuse_array(path: Path, text: str) -> None:
-    """A ``.jsonl`` file that is one array of objects gets one message, not one for each line."""
-    if not text.lstrip().startswith("["):
-        return
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return
-    if value and isinstance(value[0], dict):
-        rule = "the file is one JSON array; .jsonl holds one object a line"
-        raise ConfigError(f"{show(path)}:1", rule, f"Rename it to {show(path.with_suffix('.json'))}")
-
-
-def _array_records(path: Path, text: str) -> list[Record]:
-    """The items of one JSON array, decoded one by one so that each has its line; an error ends the list."""
-    start = _skip(text, 0)
-    if text[start : start + 1] != "[":
-        raise _no_array(path, text)
-    decoder, records = json.JSONDecoder(), list[Record]()
-    position = _skip(text, start + 1)
+def array_records(text: str) -> Iterator[Record]:
+    """The items of one JSON array, decoded one by one so that each has its line; an error ends them."""
+    decoder, is_first = json.JSONDecoder(), True
+    position = _skip(text, _skip(text, 0) + 1)
     line, counted = 1, 0
     closed = text[position : position + 1] == "]"
     if closed:
@@ -157,26 +118,21 @@ def _array_records(path: Path, text: str) -> list[Record]:
         try:
             value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            comma = records and text[position : position + 1] == "]"
-            return [*records, Record(line, error="a comma before the closing ]" if comma else _reason(error))]
-        records.append(Record(line, value))
+            comma = not is_first and text[position : position + 1] == "]"
+            yield Record(line, error="a comma before the closing ]" if comma else _reason(error), is_last=not comma)
+            return
+        yield Record(line, value)
+        is_first = False
         position = _skip(text, end)
         closed = text[position : position + 1] == "]"
         if not closed and text[position : position + 1] != ",":
             line += text.count("\n", counted, position)
-            return [*records, Record(line, error="not JSON: the array goes on without a comma or a closing ]")]
+            yield Record(line, error="not JSON: the array goes on without a comma or a closing ]", is_last=True)
+            return
         position = _skip(text, position + 1)
     if position < len(text):
         line += text.count("\n", counted, position)
-        records.append(Record(line, error="not JSON: something follows the array"))
-    return records
-
-
-def _no_array(path: Path, text: str) -> ConfigError:
-    lines = text.strip().split("\n")
-    several = len(lines) > 1 and lines[0].startswith("{") and not _parse_line(1, lines[0].strip()).error
-    remedy = f"It looks like JSON lines: rename it to {show(path.with_suffix('.jsonl'))}" if several else ""
-    return ConfigError(f"{show(path)}:1", "a .json data file holds one array of rows", remedy)
+        yield Record(line, error="not JSON: something follows the array", is_last=True)
 
 
 def _skip(text: str, position: int) -> int:

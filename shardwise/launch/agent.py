@@ -23,6 +23,7 @@ from shardwise.config import load_yaml
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
+from shardwise.launch.machine import available_cores
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import DEFAULT_TARGET, Nodes
 from shardwise.launch.restarts import run_with_restarts
@@ -197,15 +198,19 @@ def _variables(num_processes: int, environ: Mapping[str, str], nodes: Nodes) -> 
 
     More OpenMP threads than cores, or threads that spin while they wait, take the cores from the other ranks.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {
-        "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
+        "OMP_NUM_THREADS": threads_of(num_processes, {}),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if nodes.is_local and "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here: no need to find this machine's address by its name
     return {name: value for name, value in values.items() if name not in environ}
+
+
+def threads_of(num_processes: int, environ: Mapping[str, str]) -> str:
+    """``OMP_NUM_THREADS`` of each of so many workers of this machine: the user's, else an even share of the cores."""
+    return environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // num_processes))
 
 
 def _run(work: Work, num_local: int, listener: StopListener, restart: Restart | None = None) -> Outcome:

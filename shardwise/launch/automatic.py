@@ -1,16 +1,30 @@
-"""Training without a strategy: where the kind of devices is named, missing fields of the strategy are planned."""
+"""Training without a strategy: missing fields are planned, for a named cluster or for this machine's cores."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shardwise.errors import ConfigError
-from shardwise.launch.planning import device_type, find_cluster, fixed_fields, sequence_of, trained, work_of
+from shardwise.errors import ConfigError, PlanError
+from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
+from shardwise.launch.planning import (
+    device_type,
+    find_cluster,
+    fixed_fields,
+    folder_costs,
+    sequence_of,
+    trained,
+    work_of,
+)
 from shardwise.log import say
 from shardwise.planner.explain import describe, why
-from shardwise.planner.job import Job
-from shardwise.planner.known import costs_of
+from shardwise.planner.host import on_cluster
+from shardwise.planner.job import Found, Job
+from shardwise.planner.refusal import NOTHING_LEGAL
 from shardwise.planner.search import search
+from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.filled import PLANNED, filled_keys
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType
@@ -19,43 +33,112 @@ from shardwise.spec.strategy import DEFAULT_GLOBAL_BATCH_SIZE
 from shardwise.units import format_bytes
 
 
-def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> RunConfig:
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose strategy is given, and what the planner expects of it; None where nothing was planned."""
+
+    run: RunConfig
+    predicted: dict[str, float] | None = None
+
+
+def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> PlannedRun:
     """The run with its whole strategy given: its own fields stay, the others are those of the fastest plan that fits.
 
-    A run that gives its plan as a file comes back as it is.
+    A run whose cluster is ``auto`` or not named uses all of its processes, and its machine is measured where it has
+    not been. Where no split is legal a run that names none comes back as it is, for the rule of missing degrees to say
+    why; so does one that gives its plan as a file.
 
     Raises:
         ConfigError: the profile is of devices of another type.
         PlanError: nothing fits.
+        LaunchError: this machine could not be measured.
     """
-    assert run.cluster is not None
     if run.strategy.plan is not None:
-        return run
+        return PlannedRun(run)
+    devices = run.devices or local_devices
+    if run.cluster == AUTO:
+        refuse_accumulation(run)
+        if device != "cpu" or run.nnodes > 1:
+            say("cluster = auto: only CPU processes of one machine are measured; missing degrees are data parallel")
+            return PlannedRun(run)
+    cluster = measured_cluster(devices, os.environ) if _is_here(run) else _named_cluster(run, device)
+    job = _job(run, model, folder, cluster, devices)
+    try:
+        found = search(job, top=2, only_runnable=True)
+    except PlanError as error:
+        if run.cluster is not None or not error.rule.startswith(NOTHING_LEGAL):
+            raise
+        return PlannedRun(run)
+    return _with_first(run, job, found)
+
+
+def _is_here(run: RunConfig) -> bool:
+    """Whether the cluster is this machine's CPU."""
+    return run.cluster in (None, AUTO)
+
+
+def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
+    assert run.cluster is not None
     cluster = find_cluster(run.cluster)
     if device_type(cluster) != device:
         rule = f"is a profile of {device_type(cluster)} devices, and the run is on {device}"
         remedy = f"Give a profile of {device} devices, or leave it out"
         raise ConfigError(f"cluster = {run.cluster!r}", rule, remedy)
-    train = run.train
-    costs = trained(run, costs_of(folder, model)[1])
-    fixed = fixed_fields(run)
-    rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-    if train.gradient_accumulation_steps is not None:
+    refuse_accumulation(run)
+    return cluster
+
+
+def refuse_accumulation(run: RunConfig) -> None:
+    """Refuse a batch that would depend on the plan that is looked for.
+
+    Raises:
+        ConfigError: it is given as accumulation steps.
+    """
+    steps = run.train.gradient_accumulation_steps
+    if steps is not None:
         raise ConfigError(
-            f"train.gradient_accumulation_steps = {train.gradient_accumulation_steps} with cluster = {run.cluster!r}",
+            f"train.gradient_accumulation_steps = {steps} with cluster = {run.cluster!r}",
             "the batch would depend on the plan that is looked for",
             "Give train.global_batch_size, or leave cluster out",
         )
-    work = work_of(sequence_of(run, model), train.precision or ("fp32" if device == "cpu" else "bf16"), train)
-    job = Job(model, costs, cluster, run.devices or local_devices, rows, work, fixed)
-    found = search(job, top=2, only_runnable=True)
+
+
+def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
+    train, here = run.train, _is_here(run)
+    costs = trained(run, folder_costs(folder, model, os.environ))
+    precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
+    work = on_cluster(work_of(sequence_of(run, model), precision, train), cluster)
+    rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+    if here and train.global_batch_size is None:  # as the rule for missing degrees has it: every data rank gets a row
+        rows = -(-rows // devices) * devices
+    memory = memory_share(devices) if cluster.device_type == "cpu" else 0.0
+    return Job(
+        model,
+        costs,
+        cluster,
+        devices,
+        rows,
+        work,
+        fixed_fields(run),
+        memory,
+        halves=not train.compile,
+        all_devices=here,
+    )
+
+
+def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
+    """The run as the first plan has it, which is told with its reasons."""
     first = found.plans[0]
-    say(f"planned: {describe(first.candidate)} on {first.candidate.devices} devices")
+    say(f"planned: {describe(first.candidate)} on {first.candidate.devices} devices ({job.cluster.name})")
     say(f"predicted: {first.step_seconds:.3g} s a step, {format_bytes(first.estimate.memory_bytes)} a device")
     for sentence in why(job, found):
         say(f"why: {sentence}")
     groups = run.strategy.gradient_aggregation_group
     strategy = StrategyConfig(**first.candidate.fields(), gradient_aggregation_group=groups)
-    planned = run.model_copy(update={"strategy": strategy, "devices": first.candidate.devices})
-    noted = [key for key in PLANNED if key.removeprefix("strategy.") not in fixed]
-    return planned.model_copy(update={"filled": (*filled_keys(run, planned), *noted)})
+    update: dict[str, Any] = {"strategy": strategy, "devices": first.candidate.devices}
+    if _is_here(run):
+        update["train"] = run.train.model_copy(update={"global_batch_size": job.rows})
+    planned = run.model_copy(update=update)
+    noted = [key for key in PLANNED if key.removeprefix("strategy.") not in job.fixed]
+    filled = planned.model_copy(update={"filled": (*filled_keys(run, planned), *noted)})
+    return PlannedRun(filled, {"step_seconds": first.step_seconds, "memory_bytes": first.estimate.memory_bytes})

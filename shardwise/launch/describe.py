@@ -58,7 +58,7 @@ def _costs(folder: Path, cache: DescriptionCache) -> dict[str, Any]:
 
     check_config(folder)
     tables = None if cache.folder is None else cache.folder.with_name("tables")
-    return model_costs(folder, TableCache(tables)).to_json()
+    return model_costs(folder, TableCache(tables), None).to_json()
 
 
 if __name__ == "__main__":

@@ -9,15 +9,22 @@ from contextlib import suppress
 # other, what is free at the heap's end is given back.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 2**30
+_GATHERED_BYTES = 2**25
 
 
-def keep_freed_pages() -> None:
+def keep_freed_pages(gathers: bool = False) -> None:
     """Let the process use freed memory of large tensors again, where it has glibc.
 
     By default glibc maps every tensor above 32 MiB anew, and the kernel fills its pages with zeros each time: a tenth
-    of a step of SmolLM2 on a CPU (docs/en/training.md says what was measured).
+    of a step of SmolLM2 on a CPU (docs/en/comparison.md says what was measured).
+
+    Args:
+        gathers: weights are shared out over data ranks. Gathered weights and summed gradients come and go in sizes
+            that leave holes between them: kept, they made a rank a third larger, and the step no faster. Then only
+            what is below glibc's own largest threshold is kept.
     """
     with suppress(OSError, AttributeError):  # another C library: it has no such switch
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        kept = _GATHERED_BYTES if gathers else _KEPT_BYTES
+        mallopt(_M_MMAP_THRESHOLD, kept)
+        mallopt(_M_TRIM_THRESHOLD, kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError, PlanError
-from shardwise.launch.describing import model_of
+from shardwise.launch.describing import costs_of, model_of
 from shardwise.launch.hub import locate_model
+from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
+from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
-from shardwise.planner.known import costs_of, known_models
+from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Work
 from shardwise.planner.parts import frozen
 from shardwise.spec.aliases import translate
@@ -48,19 +51,22 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     if run.devices is None:
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
     model, costs = _described(run, environ)
-    cluster = find_cluster(run.cluster)
+    here = run.cluster == AUTO
+    cluster = measured_cluster(run.devices, environ) if here else find_cluster(run.cluster)
     sequence = sequence_of(run, model)
-    work = work_of(sequence, run.train.precision or default_precision(cluster), run.train)
+    work = on_cluster(work_of(sequence, run.train.precision or default_precision(cluster), run.train), cluster)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
-    limit = 0.0 if memory is None else parse_bytes("--memory", memory)
-    return Job(model, trained(run, costs), cluster, run.devices, rows, work, fixed_fields(run), limit)
+    own = memory_share(run.devices) if here else 0.0
+    limit = own if memory is None else parse_bytes("--memory", memory)
+    costs, fixed = trained(run, costs), fixed_fields(run)
+    return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves=not run.train.compile)
 
 
 def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, ModelCosts]:
     """Sizes and costs of a well-known model, or of the one in a folder."""
     known = known_models()
     if run.model in known:
-        return costs_of(run.model)
+        return known_costs(run.model)
     try:
         models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
         folder = locate_model(run.model, models_dir, only_config=True)
@@ -69,7 +75,17 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
         if near is None or Path(run.model).exists():
             raise
         raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
-    return costs_of(folder, model_of(folder, environ))
+    model = model_of(folder, environ)
+    return model, folder_costs(folder, model, environ)
+
+
+def folder_costs(folder: Path, model: ModelSpec, environ: Mapping[str, str]) -> ModelCosts:
+    """What the model in a folder costs on our runtime: known from before, or traced in a child.
+
+    Raises:
+        ShardwiseError: as :func:`shardwise.launch.describing.costs_of`.
+    """
+    return with_degrees(costs_of(folder, environ), model)
 
 
 def find_cluster(name: str) -> ClusterSpec:
@@ -113,7 +129,7 @@ def default_precision(cluster: ClusterSpec) -> str:
 
 def work_of(sequence: int, precision: str, train: TrainConfig) -> Work:
     """What a token costs in bytes, masters and optimizer state beside weights of the precision of the products."""
-    work = Work(sequence, precision)
+    work = Work(sequence, precision, ours=True)
     if precision == "fp32":  # a weight is its own master
         work = replace(work, compute_bytes=4.0, weight_bytes=4.0, sent_weight_bytes=4.0)
         work = replace(work, optimizer_bytes=8.0, traffic_bytes=28.0)
@@ -137,14 +153,58 @@ def save_plan(job: Job, found: Found, path: Path) -> str:
     plan = runnable_plan(job, found)
     if plan is None:
         return f"{path} not written: no plan that fits can be trained with yet"
+    check_outputs(path, None)
     try:
-        if path.exists():
-            Plan.load(path)
         plan.save(path)
-    except (PlanError, OSError) as error:
-        rule = f"cannot be written to ({error.strerror})" if isinstance(error, OSError) else "is there, and is no plan"
-        raise ConfigError(f"--output {path}", rule, "Name another file") from None
+    except OSError as error:
+        raise _not_writable("--output", path, error) from None
     return f"wrote {path}: {plan.strategy}"
+
+
+def check_outputs(plan: Path, page: Path | None) -> None:
+    """Refuse paths that a plan and its page cannot be written to, before the search.
+
+    Raises:
+        ConfigError: a path holds another file, or its folder cannot be written to.
+    """
+    for option, path in (("--output", plan), ("--html", page)):
+        if path is None:
+            continue
+        folder = path.parent
+        if not folder.is_dir():
+            raise ConfigError(f"{option} {path}", "cannot be written to: there is no such folder", "Name another file")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            rule = "is a folder" if path.is_dir() else "cannot be written to (no permission)"
+            raise ConfigError(f"{option} {path}", rule, "Name another file")
+    if plan.exists():
+        try:
+            Plan.load(plan)
+        except (PlanError, OSError):
+            raise ConfigError(f"--output {plan}", "is there, and is no plan", "Name another file") from None
+
+
+def _not_writable(option: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{option} {path}", f"cannot be written to ({error.strerror})", "Name another file")
+
+
+def save_profile(cluster: ClusterSpec, path: Path) -> None:
+    """Write a profile that :func:`find_cluster` reads.
+
+    Raises:
+        ConfigError: the path does not end in .json, holds another file, or cannot be written to.
+    """
+    key = f"--calibrate {path}"
+    if path.suffix != ".json":
+        raise ConfigError(key, "a profile's file ends in .json", f"Use {path}.json")
+    if path.exists():
+        try:
+            find_cluster(str(path))
+        except ConfigError:
+            raise ConfigError(key, "is there, and is no profile", "Name another file") from None
+    try:
+        path.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(key, f"cannot be written to ({error.strerror})", "Name another file") from None
 
 
 def save_page(text: str, path: Path) -> None:
@@ -156,8 +216,7 @@ def save_page(text: str, path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        rule = f"cannot be written to ({error.strerror})"
-        raise ConfigError(f"--html {path}", rule, "Name another file") from None
+        raise _not_writable("--html", path, error) from None
 
 
 def runnable_plan(job: Job, found: Found) -> Plan | None:
@@ -170,8 +229,7 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
 
 def device_type(cluster: ClusterSpec) -> DeviceType:
     """What torch calls the devices of a profile."""
-    name = cluster.name
-    return "npu" if name.startswith("ascend") else "cpu" if name.startswith("cpu") else "cuda"
+    return cluster.device_type
 
 
 def parse_bytes(key: str, text: str) -> float:

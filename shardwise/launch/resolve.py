@@ -31,7 +31,7 @@ from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
-from shardwise.spec.run import LoraConfig, RunConfig, dump_run, tracker_names
+from shardwise.spec.run import LoraConfig, RunConfig, data_sources, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text
 from shardwise.train.identity import check_resume
@@ -44,8 +44,9 @@ _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_INPUT_KEYS = ("tokenizer", "chat_template", "data.train", "data.eval")
-_PATH_KEYS = ("model", "tokenizer", "models_dir", "data.train", "data.eval", "resume", "output_dir", "strategy.plan")
+_INPUT_KEYS = ("tokenizer", "chat_template")
+_PATH_KEYS = ("model", "tokenizer", "models_dir", "resume", "output_dir", "strategy.plan")
+_DATA_KEYS = ("data.train", "data.eval")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
@@ -63,8 +64,8 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     """
     tree, notes = translate(tree)
     run = parse_run(tree)
-    for key in _PATH_KEYS:
-        check_path(key, get(run, key))
+    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
+        check_path(key, name)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     is_check = command == "check"  # it reads no weights, and runs on the CPU
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
@@ -79,7 +80,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if command in ("train", "script"):
         check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
-    run = _planned(run, model, folder, device, local * nodes.count)
+    run, predicted = _planned(run, model, folder, device, local * nodes.count)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
@@ -90,7 +91,10 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
         raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
-    filled, plan = _filled(run, folder, device, strategy, rows), Plan(model, strategy, rows, device, table)
+    filled, plan = (
+        _filled(run, folder, device, strategy, rows),
+        Plan(model, strategy, rows, device, table, predicted=predicted),
+    )
     if command == "train" and not nodes.rank:
         check_resume(filled, plan, checkpoints_now(local_path(run.output_dir)))
     for note in notes:
@@ -98,13 +102,30 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     return filled, plan
 
 
-def _planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int) -> RunConfig:
-    """The run with the best plan's strategy where it names its cluster; the planner is loaded for such a run only."""
-    if run.cluster is None:
-        return run
+def _planned(
+    run: RunConfig, model: ModelSpec, folder: Path, device: DeviceType, local_devices: int
+) -> tuple[RunConfig, dict[str, float] | None]:
+    """The run with the best plan's strategy where it is to be planned, and what the planner expects of that.
+
+    The planner is loaded for such a run only.
+    """
+    if run.cluster is None and not planned_by_itself(run, device):
+        return run, None
     from shardwise.launch.automatic import with_planned
 
-    return with_planned(run, model, folder, device, local_devices)
+    planned = with_planned(run, model, folder, device, local_devices)
+    return planned.run, planned.predicted
+
+
+def planned_by_itself(run: RunConfig, device: DeviceType) -> bool:
+    """Whether a run that names no cluster is planned: several processes of this CPU, and nothing of a strategy given.
+
+    A batch given as accumulation steps would depend on the plan: such a run keeps the rule for missing degrees.
+    """
+    names = run.strategy.model_fields_set - {"gradient_aggregation_group"}
+    given = any(getattr(run.strategy, name) is not None for name in names)
+    here = device == "cpu" and run.nnodes == 1 and (run.devices or 1) > 1
+    return here and not given and run.train.gradient_accumulation_steps is None
 
 
 def locate_tokenizer(run: RunConfig) -> RunConfig:
@@ -193,18 +214,23 @@ def write_run(run: RunConfig, plan: Plan) -> Path:
 
 
 def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
-    """Refuse data files that are not there.
+    """Refuse data files and folders that are not there.
 
     Raises:
-        ConfigError: no ``data.train``, or a path that is no file.
+        ConfigError: no ``data.train``, or a path at which nothing lies.
     """
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
-    for key, name in (("data.train", run.data.train), ("data.eval", run.data.eval)):
-        if name is None or name in in_memory or local_path(name).is_file():
+    for key, name in _data_paths(run):
+        if name in in_memory or local_path(name).exists():
             continue
-        rule = "is a folder" if local_path(name).is_dir() else f"no such file (in {Path(name).absolute().parent})"
+        rule = f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
+
+
+def _data_paths(run: RunConfig) -> list[tuple[str, str]]:
+    """``(key, path)`` of every source of rows."""
+    return [(key, source.path) for key in _DATA_KEYS for source in data_sources(get(run, key))]
 
 
 def check_trackers(run: RunConfig, is_script: bool = False) -> None:
@@ -269,8 +295,8 @@ def _is_ours(output: Path) -> bool:
 
 
 def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
-    inputs = {"model": str(model_folder), **{key: get(run, key) for key in _INPUT_KEYS}}
-    for key, name in inputs.items():
+    inputs = [("model", str(model_folder)), *((key, get(run, key)) for key in _INPUT_KEYS), *_data_paths(run)]
+    for key, name in inputs:
         if name is None or not is_path(name):  # a chat template may be its own text
             continue
         path, value = local_path(name).resolve(), f"output_dir = {run.output_dir!r}"

@@ -91,11 +91,11 @@ class ScriptWorker:
             note=self._note,
         )
 
-    def open_group(self, device_type: str) -> None:
+    def open_group(self, device_type: str, gathers: bool = False) -> None:
         """Open the default process group, once."""
         if not dist.is_initialized():
             timeout = timedelta(seconds=timeout_seconds(os.environ))
-            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group())
+            open_process_group(device_type, self.place.local_rank, timeout, self.store.for_group(), gathers)
             # A group that is open when the interpreter ends may abort the process: its threads still run.
             atexit.register(self.close_group)
 

@@ -173,7 +173,8 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     use_cores(os.environ)
     plan = json.loads((context.output_dir / "plan.json").read_text(encoding="utf-8"))
     timeout = timedelta(seconds=timeout_seconds(os.environ))
-    open_process_group(plan["device_type"], context.local_rank, timeout)
+    gathers = plan.get("strategy", {}).get("dp_shard", 1) > 1
+    open_process_group(plan["device_type"], context.local_rank, timeout, gathers=gathers)
     tells = context.rank == 0 and _is_foreign(os.environ)
     if tells:
         claim(context.output_dir)
@@ -185,10 +186,15 @@ def _run(context: WorkerContext, target: str) -> dict[str, Any] | None:
     return result
 
 
-def open_process_group(device_type: str, local_rank: int, timeout: timedelta, store: dist.Store | None = None) -> None:
-    """Open the default process group with the device type's backend; ``store`` None: one as the environment says."""
+def open_process_group(
+    device_type: str, local_rank: int, timeout: timedelta, store: dist.Store | None = None, gathers: bool = False
+) -> None:
+    """Open the default process group with the device type's backend; ``store`` None: one as the environment says.
+
+    ``gathers``: the plan shares weights out over data ranks.
+    """
     if device_type == "cpu":
-        keep_freed_pages()
+        keep_freed_pages(gathers)
     if device_type == "npu":
         importlib.import_module("torch_npu")  # registers torch.npu and hccl
     if device_type != "cpu":

@@ -143,7 +143,9 @@ def set_auto_parallel_context(**arguments: Any) -> None:
     Args:
         device_num: number of processes; another number of them in the job is refused.
         parallel_mode: of :class:`ParallelMode`. STAND_ALONE is one device, DATA_PARALLEL whole copies on each; the
-            others take the degrees that are given, and what is left is filled in.
+            others take the degrees that are given. What is left AUTO_PARALLEL and SEMI_AUTO_PARALLEL search for where
+            processes of a CPU are the devices; else, and where ``micro_batch_num`` of SEMI_AUTO_PARALLEL makes the
+            batch depend on it, it is data parallel.
         pipeline_stages: degree of the pipeline; ``pipeline_stage`` is its other name.
         pipeline_config: the schedule, as {"pipeline_interleave": bool, "pipeline_scheduler": "1f1b" or "gpipe"}.
         micro_batch_num: micro-batches of a step on each data rank.
@@ -270,6 +272,8 @@ def _apply() -> None:
     AMBIENT.device_num = 1 if mode == ParallelMode.STAND_ALONE else device_num
     devices_said(AMBIENT.device_num)
     AMBIENT.micro_batch_num = said.get("micro_batch_num")
+    is_semi = mode == ParallelMode.SEMI_AUTO_PARALLEL and AMBIENT.micro_batch_num is None
+    AMBIENT.planned = mode == ParallelMode.AUTO_PARALLEL or is_semi
     group = said.get("gradient_aggregation_group")
     AMBIENT.set("strategy.gradient_aggregation_group", group, "gradient_aggregation_group")
     whole = split is False or (mode == ParallelMode.DATA_PARALLEL and not split)

@@ -104,18 +104,18 @@ def find_chain(model: nn.Module, structure: Structure) -> Chain:
     """
     try:
         return _proven(model, structure, fake_forward)
-    except _Untraceable as error:
+    except Untraceable as error:
         if not isinstance(model, PreTrainedModel):
             raise error.refusal from None
     small = build_small(shrink(model.config), torch.float32)
     try:
         chain = _proven(small, find_structure(small), real_forward)
-    except _Untraceable as error:
+    except Untraceable as error:
         raise error.refusal from None
     return _of_whole(model, structure, small, chain)
 
 
-class _Untraceable(Exception):
+class Untraceable(Exception):
     """The forward cannot be run in this way."""
 
     def __init__(self, refusal: PlanError) -> None:
@@ -146,7 +146,11 @@ def _found(model: nn.Module, structure: Structure, forward: Forward, sizes: tupl
 def record_pass(
     model: nn.Module, structure: Structure, forward: Forward, sizes: tuple[int, int]
 ) -> tuple[Recorder, torch.Tensor, dict[str, torch.Tensor]]:
-    """One pass with a recorder on all parts: the record, the logits, and what ``forward`` tells of the parameters."""
+    """One pass with a recorder on all parts: the record, the logits, and what ``forward`` tells of the parameters.
+
+    Raises:
+        Untraceable: the forward fails.
+    """
     blocks = list(model.get_submodule(structure.blocks).children())
     record = Recorder([f"{structure.blocks}.{index}" for index in range(len(blocks))], sizes)
     with ExitStack() as stack:
@@ -164,7 +168,7 @@ def record_pass(
             logits, state = forward(model, sizes, record.origins)
         except Exception as error:  # whatever the architecture does: it cannot be shown to be a chain
             rule = f"its forward cannot be traced ({type(error).__name__}: {error})"
-            raise _Untraceable(_refusal(model, rule)) from error
+            raise Untraceable(_refusal(model, rule)) from error
     return record, logits, state
 
 

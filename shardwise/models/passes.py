@@ -21,13 +21,22 @@ from shardwise.models.trace import experts_as
 Tallies = dict[tuple[str, bool], Tally]
 
 
-class _NoAttentionDropout(TorchFunctionMode):
-    """Attention without dropout, whose kernel keeps no scores: what runs on accelerators."""
+class _FusedAttention(TorchFunctionMode):
+    """Attention without dropout, in a kernel that keeps no scores: what runs on accelerators.
+
+    Where values are wider or narrower than keys (latent attention), the CPU has no such kernel; accelerators do.
+    """
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             args, kwargs["dropout_p"] = args[:4], 0.0
+            query, key, value = args[:3] if len(args) >= 3 else (kwargs[name] for name in ("query", "key", "value"))
+            masked = (args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None
+            if value.shape[-1] != query.shape[-1] and query.shape[1] == key.shape[1] and not masked:
+                causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
+                kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+                return kernel(query, key, value, None, True, is_causal=causal, scale=scale)[0]
         return func(*args, **kwargs)
 
 
@@ -94,7 +103,7 @@ def metered_pass(
         torch.enable_grad(),
         # Experts in one product over tokens sorted by expert: the shapes of the loop.
         experts_as(model, "grouped_mm") if any(map(is_expert_stack, model.modules())) else nullcontext(),
-        _NoAttentionDropout(),
+        _FusedAttention(),
         ExitStack() as stack,
     ):
         state, names = _fake_state(model, mode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from transformers import PreTrainedModel
 
@@ -12,8 +14,9 @@ from shardwise.models.shard import Shard
 from shardwise.models.structure import find_structure
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.compiled import compile_blocks
+from shardwise.parallel.deferred import DeferredWeights
 from shardwise.parallel.dropout import DropoutStreams, install_dropout
-from shardwise.parallel.fsdp import apply_fsdp
+from shardwise.parallel.fsdp import apply_fsdp, settle_gradients
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.pipeline import Stage, cut_stages, tied_group
@@ -21,6 +24,7 @@ from shardwise.parallel.precision import make_shards, set_stored_dtypes
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.tensor import NO_TABLES, agree_on_table, tensor_group
 from shardwise.spec.layout import ParamLayout
+from shardwise.spec.schedule import splits_backward
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.execute import apply_table
 from shardwise.tensor.positions import Positions
@@ -66,6 +70,8 @@ def parallelize(
         stages.append(stage)
         stage.dropout = DropoutStreams(seed, mesh, stage.index)
         shards += _split_stage(stage, stage.dropout, layouts, mesh, table, routers, compute_dtype, compiled)
+        if stage.deferred is not None and stage.is_last:
+            stage.deferred.leave_out(stage.model.get_submodule(structure.head))
     split_logits = table.style(structure.head) is Style.VOCAB_HEAD
     tied = tied_group(structure, mesh)
     return ParallelModel(stages, shards, mesh, tied, compute_dtype, split_logits=split_logits), table
@@ -89,7 +95,9 @@ def _split_stage(
         stage.balance = Balance(model, stage.blocks, routers, positions)
     install_dropout(model, table, mesh, dropout, positions)
     compile_blocks(stage.blocks, mesh.device, compiled)
-    apply_recompute(stage.blocks, mesh.strategy.recompute, dropout)
+    if splits_backward(mesh.strategy.schedule, stage.index):
+        stage.deferred = DeferredWeights(partial(settle_gradients, stage))
+    apply_recompute(stage.blocks, mesh.strategy.recompute, dropout, stage.deferred)
     whole = set_stored_dtypes(model, compute_dtype, mesh)
     layouts = apply_fsdp(stage, stage.blocks, mesh, layouts, compute_dtype, whole)
     materialise(stage, mesh.device)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
-from shardwise.models.chain import Chain, Value, record_pass
+from shardwise.models.chain import Chain, Untraceable, Value, record_pass
 from shardwise.models.flow import RETURNED, Place, Shape, template_of, tensor_at
 from shardwise.models.structure import Structure
 from shardwise.models.trace import SIZES, fake_forward
@@ -94,7 +94,8 @@ def local_shapes(
     is whole on every rank.
 
     Raises:
-        PlanError: the residual stream is cut along the sequence, and more than the hidden state crosses a border.
+        PlanError: the residual stream is cut along the sequence, and more than the hidden state crosses a border; or
+            the split copy cannot be run without numbers.
     """
     shapes = {value: value.shape for value in (*chain.hidden.values(), *chain.further)}
     far = chain.further or any(value.first < value.last for value in chain.hidden.values())
@@ -106,7 +107,10 @@ def local_shapes(
     split = copy.deepcopy(model)
     layouts = {name: ParamLayout(name, tuple(parameter.shape)) for name, parameter in split.named_parameters()}
     apply_table(split, table, _Alone(table.degree, rank), layouts)
-    record, _, _ = record_pass(split, structure, fake_forward, SIZES)
+    try:
+        record, _, _ = record_pass(split, structure, fake_forward, SIZES)
+    except Untraceable as error:
+        raise error.refusal from None
     made = {(value.module, value.place): template_of(value.tensor, SIZES) for value in record.values}
     return {value: made[value.module, value.place] for value in shapes}
 

@@ -42,7 +42,7 @@ class ReplicaSums:
                 shard.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, num_micro_batches: int) -> None:
-        """Expect a step of ``num_micro_batches`` backward passes."""
+        """Expect a step of ``num_micro_batches`` backward passes; 0: an unknown number, all is summed at the end."""
         self._num_micro_batches = num_micro_batches
         self._started = 0
         for bucket in self.buckets:

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from shardwise.errors import ShardwiseError
 from shardwise.parallel.pipeline import Stage
 from shardwise.spec.schedule import ActionLists, action_lists, forward_only
 from shardwise.spec.strategy import Strategy
@@ -58,7 +59,12 @@ class _Runtime(_PipelineScheduleRuntime):
         for stage in self._stages:
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
-        self._step_microbatches(inputs, kwargs, targets, losses, return_outputs=False)
+        try:
+            self._step_microbatches(inputs, kwargs, targets, losses, return_outputs=False)
+        except RuntimeError as error:  # so torch wraps whatever a stage raises
+            if isinstance(error.__cause__, ShardwiseError):
+                raise error.__cause__ from None
+            raise
 
 
 class PipelineEngine:
@@ -121,6 +127,8 @@ class PipelineEngine:
                 input_args=_border(stage, shapes, backward, incoming=True),
                 output_args=_border(stage, shapes, backward, incoming=False),
                 group=self.group,
+                # Torch's own split runs the graph twice, recomputation and custom functions included.
+                dw_builder=None if stage.deferred is None else stage.deferred.take,
             )
             for stage in self.stages
         ]
@@ -164,7 +172,12 @@ def _border(stage: Stage, shapes: StageShapes, backward: bool, *, incoming: bool
 
 
 def _torch_actions(lists: ActionLists) -> dict[int, list[_Action | None]]:
-    kinds = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL_BACKWARD}
+    kinds = {
+        "forward": _ComputationType.FORWARD,
+        "backward": _ComputationType.FULL_BACKWARD,
+        "backward_input": _ComputationType.BACKWARD_INPUT,
+        "backward_weight": _ComputationType.BACKWARD_WEIGHT,
+    }
     return {
         rank: [_Action(action.stage, kinds[action.kind], action.micro_batch) for action in actions]
         for rank, actions in lists.items()

@@ -83,8 +83,32 @@ def _sharded(layout: ParamLayout, parts: int, rank: int) -> ParamLayout:
     return replace(layout, shard_range=chunk_range(rows, parts, rank))
 
 
-def set_last_micro_batch(stage: nn.Module, last: bool) -> None:
-    """Without a pipeline: gradients are reduced in the backward pass of the step's last micro-batch only."""
+def set_last_micro_batch(stage: nn.Module, last: bool, reshard: bool) -> None:
+    """Without a pipeline: gradients are reduced in the backward pass of the step's last micro-batch only.
+
+    Unless weights are given back (``reshard``), those that were gathered stay so until then.
+    """
     if isinstance(stage, FSDPModule):
+        stage.set_reshard_after_backward(last or reshard)
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last)
+
+
+def settle_gradients(stage: nn.Module) -> None:
+    """Sum gradients that were added outside of a backward pass in the dtype in which FSDP2 sums all others.
+
+    It does so itself at the end of a backward pass only; what is added twice before the next one would be summed in
+    the dtype of the computation. Written against torch 2.13.
+    """
+    if not isinstance(stage, FSDPModule):
+        return
+    for state in fully_shard.state(stage)._state_ctx.all_states:  # type: ignore[attr-defined]
+        for parameter in (one for group in state._fsdp_param_groups for one in group.fsdp_params):
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is None or unsharded.grad is None or parameter.reduce_dtype in (None, unsharded.grad.dtype):
+                continue
+            known, grad = parameter.unsharded_accumulated_grad, unsharded.grad
+            unsharded.grad = None
+            parameter.unsharded_accumulated_grad = (
+                grad.to(parameter.reduce_dtype) if known is None else known.add_(grad)
+            )

@@ -81,7 +81,9 @@ class ParallelModel:
             This rank's share of the step's loss: the shares of all ranks sum to it.
         """
         if self._replica_sums is not None:
-            self._replica_sums.begin(len(ids))
+            # With halves of backward passes a gradient may be added to twice for a micro-batch.
+            halves = any(stage.deferred is not None for stage in self.stages)
+            self._replica_sums.begin(0 if halves else len(ids))
         balances = [stage.balance for stage in self.stages if stage.balance is not None]
         if balances:
             everything = torch.full(ids.shape[:2], ids.shape[2], device=ids.device)
@@ -159,7 +161,7 @@ class ParallelModel:
         (stage,) = self.stages
         for index in range(len(ids)):
             if backward:
-                set_last_micro_batch(stage, index == len(ids) - 1)
+                set_last_micro_batch(stage, index == len(ids) - 1, self.mesh.strategy.reshard)
             loss = self._loss(stage(ids[index], position_ids=positions[index]), targets[index], scale)
             if backward:
                 loss.backward()

@@ -30,6 +30,7 @@ from shardwise.models.lora import plain_name
 from shardwise.models.structure import Structure
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.border import Received, Sent, local_shapes, need_gradients
+from shardwise.parallel.deferred import DeferredWeights
 from shardwise.parallel.dropout import DropoutStreams
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout
@@ -79,11 +80,21 @@ class PassThrough(StandIn):
 
 
 class Absent(StandIn):
-    """A module before the blocks on a later stage: what of it was received, else zeros, which are not read."""
+    """A module before the blocks on a later stage: what of it was received, else zeros, which are not read.
+
+    So are its weights, where the model's own forward takes them from it (the row of a padding token, say).
+    """
 
     def __init__(self, replaced: nn.Module, template: Any, name: str, received: Received) -> None:
         super().__init__(replaced)
         self.template, self.name, self.received = template, name, received
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not isinstance(value, nn.Parameter):
+            return value
+        # Without memory: embeddings are large.
+        return torch.zeros((), dtype=value.dtype, device=self.received.like.device).expand(value.shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         values = self.received.of(self.name)
@@ -140,6 +151,7 @@ class Stage(nn.Module):
         self.shapes_at_ends: tuple[tuple[Shape, ...], tuple[Shape, ...]] = ((), ())
         self.dropout: DropoutStreams | None = None
         self.balance: Balance | None = None
+        self.deferred: DeferredWeights | None = None  # where backward passes run in two halves
 
     @property
     def is_first(self) -> bool:
@@ -167,12 +179,14 @@ class Stage(nn.Module):
                 owner, _, key = name.rpartition(".")
                 zeros = shape.zeros(position_ids)
                 setattr(self.model.get_submodule(owner), key, zeros)
+        recording = contextlib.nullcontext() if self.deferred is None else self.deferred.recording()
         if self.sent is None:
-            logits = call_model(self.model, input_ids, position_ids)
+            with recording:
+                logits = call_model(self.model, input_ids, position_ids)
             self.received.values = {}
             return logits
         self.sent.begin(self.model)
-        with contextlib.suppress(_Left):
+        with contextlib.suppress(_Left), recording:
             call_model(self.model, input_ids, position_ids)
         self.received.values = {}
         sent = self.sent.take()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -37,7 +37,8 @@ class Prediction:
 
     @property
     def id(self) -> str:
-        return self.row.get("id", "")
+        """Its id, else its line in the file."""
+        return self.row.get("id", "") or f"line {self.row.get('line', '?')}"
 
     @property
     def kind(self) -> str:
@@ -69,7 +70,8 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
         raise ConfigError(f"--runs {path}", "no such file", "Give a CSV file with one run a row")
     try:
         with file.open(encoding="utf-8-sig", newline="") as handle:
-            rows = [{name: value or "" for name, value in row.items() if name} for row in csv.DictReader(handle)]
+            reader = csv.DictReader(handle)
+            rows = [_row(path, reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--runs {path}", f"cannot be read ({error})", "Give a CSV file in UTF-8") from None
     missing = [name for name in ("n_layers", "hidden", "chip") if rows and name not in rows[0]]
@@ -77,6 +79,14 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
         rule = f"has no column {', '.join(missing)}" if missing else "has no rows"
         raise ConfigError(f"--runs {path}", rule, "Give one run a row, its columns named in the first line")
     return rows
+
+
+def _row(path: str | Path, line: int, row: Mapping[str | None, Any]) -> dict[str, str]:
+    """One row by its columns; ``line`` is where it ends in the file, unless that is a column."""
+    if None in row:
+        rule = f"line {line} has {len(row[None])} more cells than the first line names columns"
+        raise ConfigError(f"--runs {path}", rule, "Put cells that hold a comma in quotes")
+    return {"line": str(line)} | {name: value or "" for name, value in row.items() if name}
 
 
 def is_scored(row: Row) -> bool:

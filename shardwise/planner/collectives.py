@@ -21,7 +21,8 @@ def collective_seconds(op: CollectiveOp, num_bytes: Any, ranks: Any, stride: Any
 
     A ring sends (n - 1) / n of the tensor to gather or to scatter, twice that to reduce to all (Thakur et al. 2005,
     Optimization of Collective Communication Operations in MPICH). In an all-to-all each rank sends
-    (n - 1) / n of what it holds, the part for other nodes over its own network card.
+    (n - 1) / n of what it holds, the part for other nodes over its own network card. Where the group fills its last
+    node only in part, the members there have fewer cards to take the same traffic.
 
     Args:
         num_bytes: of the whole tensor: what a gather gives, what a reduction takes; for an all-to-all what one rank
@@ -34,10 +35,12 @@ def collective_seconds(op: CollectiveOp, num_bytes: Any, ranks: Any, stride: Any
     for link in cluster.links:
         members = largest(smallest((link.devices or _EVERY_DEVICE) // stride, ranks), inside)
         time = 1 / _bandwidth(link, members)
+        rest = ranks % inside
+        fewest = choose(rest > 0, rest, inside)
         if op == "all_to_all":
-            per_byte = largest(per_byte, (members - inside) / ranks * time)
+            per_byte = largest(per_byte, choose(members > inside, (members - fewest) / ranks * time, 0.0))
         else:
-            per_byte = largest(per_byte, choose(members > inside, time / inside, 0.0))
+            per_byte = largest(per_byte, choose(members > inside, time / fewest, 0.0))
         steps = steps + link.latency * log2(members / inside)
         inside = members
     if op == "all_to_all":

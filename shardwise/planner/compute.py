@@ -71,6 +71,8 @@ def rank_parameters(parameters: Any, part: PartCosts, layout: Layout) -> Any:
     override = part.degree(layout.tp).whole
     if override is not None and part.parameters.whole:
         whole = whole * override / part.parameters.whole
+    elif override is not None and part.parameters.split:
+        whole = parameters.split * override / part.parameters.split
     cut = parameters.split + parameters.whole - whole
     experts = parameters.expert / layout.ep / (layout.tp if layout.expert_tensor else 1)
     return cut / layout.tp + whole + experts
@@ -79,6 +81,14 @@ def rank_parameters(parameters: Any, part: PartCosts, layout: Layout) -> Any:
 def expert_parameters(parameters: Any, layout: Layout) -> Any:
     """The weights of routed experts among :func:`rank_parameters`."""
     return parameters.expert / layout.ep / (layout.tp if layout.expert_tensor else 1)
+
+
+def product_weights(product: Product, layout: Layout) -> Any:
+    """Weights of the matrices of a product on one rank, before data ranks share anything out."""
+    number = product.inner * product.outer * product.copies
+    if product.copies > 1:
+        return number / layout.ep / (layout.tp if layout.expert_tensor else 1)
+    return number if product.split == "none" else number / layout.tp
 
 
 def rank_tokens(layout: Layout, work: Work) -> Any:
@@ -109,7 +119,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
         more = Amount(routed=(part.backward_traffic if backward else part.forward_traffic).routed)
         traffic = traffic + amount_bytes(more, layout, work) * (work.expert_traffic - 1.0)
     operators = operators * (1.5 if backward else 1.0)
-    products = sum((_product(one, layout, work, cluster, backward) for one in part.products), start=0.0)
+    products = sum((product_seconds(one, layout, work, cluster, backward) for one in part.products), start=0.0)
     attention = _attention(part.attention, layout, work, cluster, backward)
     elementwise = traffic / _memory_rate(cluster) + operators * chip.kernel_seconds
     terms: Terms = {
@@ -124,7 +134,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
     return terms
 
 
-def _product(product: Product, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
+def product_seconds(product: Product, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
     """Roofline of a product, whose speed falls as any of its sides gets short."""
     times = int(product.trainable) + int(product.input_gradient) if backward else 1
     tokens = rank_tokens(layout, work) * product.uses

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from shardwise.planner.collectives import send_seconds
 from shardwise.planner.compute import Passes, Terms, add_terms, part_passes, rank_tokens, scale_terms, total
-from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms, tied_seconds
+from shardwise.planner.halves import stage_waiting_seconds
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.memory import rank_memory
 from shardwise.planner.parts import Placed, stage_parts
 from shardwise.planner.simulate import Timeline, short_lists, simulate_schedule
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.schedule import splits_backward
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,36 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
         rank_memory([stages[s] for s in layout.stages_of(rank)], actions, layout, work, cluster)
         for rank, actions in lists.items()
     )
-    timeline = _timeline(costs, passes, layout, work, cluster)
-    rank, data, optimizer = _deciding_rank(timeline, stages, passes, layout, work, cluster)
+    halves = layout.schedule == "zero_bubble"
+    waiting = [stage_waiting_seconds(parts, layout, work, cluster) for parts in stages] if halves else []
+    timeline = _timeline(costs, (passes, waiting), layout, work, cluster)
+    tied = float(tied_seconds(costs, layout, work, cluster))
+    rank, data, optimizer = _deciding_rank(timeline, stages, passes, (layout, work, cluster), tied)
     own = [passes[stage] for stage in layout.stages_of(rank)]
     computed = [scale_terms(add_terms(p.forward, p.backward), layout.num_micro_batches) for p in own]
     again = sum(total(p.again) for p in own) * layout.num_micro_batches
-    terms = add_terms(*computed)
-    terms["recompute"] = again
-    terms["bubble"] = timeline.finish[rank] - timeline.busy[rank]
+    terms = {**add_terms(*computed), "recompute": again}
+    terms, bubble = _with_waiting(terms, timeline, rank, cluster.chip.shared)
     terms["data"] = terms.get("data", 0.0) + data
     terms["optimizer"] = optimizer
-    return Estimate({name: float(value) for name, value in terms.items()}, memory, timeline.bubble)
+    return Estimate({name: float(value) for name, value in terms.items()}, memory, bubble)
+
+
+def _with_waiting(terms: Terms, timeline: Timeline, rank: int, shared: float) -> tuple[Terms, float]:
+    """The terms of a rank with its ``bubble``, and the share of all ranks' time in which they wait.
+
+    Ranks that share cores (``shared`` > 1) leave theirs to the others while they wait. The step then lasts as long as
+    all work together, or as long as its longest chain does with a core for each rank, whichever is more; a rank with
+    more work than the others is not slower by it.
+    """
+    finish, busy = timeline.finish[rank], timeline.busy[rank]
+    if shared <= 1:
+        return {**terms, "bubble": finish - busy}, timeline.bubble
+    average = sum(timeline.busy) / len(timeline.busy)
+    seconds = max(timeline.seconds / shared, average)
+    if seconds < busy:
+        terms = scale_terms(terms, seconds / busy)
+    return {**terms, "bubble": max(seconds - busy, 0.0)}, 1 - average / seconds if seconds else 0.0
 
 
 def _stage_passes(
@@ -103,11 +124,12 @@ def _placed_passes(placed: Placed, layout: Layout, work: Work, cluster: ClusterS
 
 def _timeline(
     costs: ModelCosts,
-    passes: Sequence[Passes],
+    stages: tuple[Sequence[Passes], Sequence[float]],
     layout: Layout,
     work: Work,
     cluster: ClusterSpec,
 ) -> Timeline:
+    passes, waiting = stages
     size = rank_tokens(layout, work) * costs.hidden_size * work.compute_bytes
     if layout.sequence_parallel:
         size = size / layout.tp
@@ -119,7 +141,7 @@ def _timeline(
     forward = [float(total(p.forward)) for p in passes]
     backward = [float(total(p.backward) + total(p.again)) for p in passes]
     return simulate_schedule(
-        layout.schedule, int(layout.num_micro_batches), layout.virtual_stages, (forward, backward), send
+        layout.schedule, int(layout.num_micro_batches), layout.virtual_stages, (forward, backward, waiting), send
     )
 
 
@@ -127,21 +149,28 @@ def _deciding_rank(
     timeline: Timeline,
     stages: Sequence[Sequence[Placed]],
     passes: Sequence[Passes],
-    layout: Layout,
-    work: Work,
-    cluster: ClusterSpec,
+    on: tuple[Layout, Work, ClusterSpec],
+    tied: float,
 ) -> tuple[int, float, float]:
-    """The pipeline rank that ends the step, and its seconds of data traffic and of the optimizer."""
+    """The pipeline rank that ends the step, and its seconds of data traffic and of the optimizer.
+
+    Args:
+        tied: seconds in which the first and the last rank sum the gradient of a weight that both hold.
+    """
+    layout, work, cluster = on
     found = (-1.0, 0, 0.0, 0.0)
     for rank in range(layout.pp):
         parts = [placed for stage in layout.stages_of(rank) for placed in stages[stage]]
         own = [passes[stage] for stage in layout.stages_of(rank)]
-        data = 0.0
-        if layout.zero != 3:
+        data = tied if rank in (0, layout.pp - 1) else 0.0
+        if layout.zero != 3 or work.ours:
             sums, gathers = data_seconds(parts, layout, work, cluster)
             beside = sum(total(p.backward) + total(p.again) for p in own)
-            data = exposed(sums, beside, work.overlap_data)
-            data += exposed(gathers, sum(total(p.forward) for p in own), work.overlap_data)
+            # Replicas' gradients are summed at the end where backward passes run in halves.
+            beside_backward = work.overlap_data and not (layout.zero == 0 and splits_backward(layout.schedule, rank))
+            data += exposed(sums, beside, beside_backward)
+            if layout.zero != 3:
+                data += exposed(gathers, sum(total(p.forward) for p in own), work.overlap_data)
         optimizer = optimizer_seconds(parts, layout, work, cluster)
         found = max(found, (timeline.finish[rank] + data + optimizer, rank, data, optimizer))
     return found[1], float(found[2]), float(found[3])

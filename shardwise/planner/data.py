@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.planner.arrays import largest, smallest
+from shardwise.planner.arrays import choose, largest, smallest
 from shardwise.planner.collectives import collective_seconds
 from shardwise.planner.compute import expert_parameters, rank_parameters
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.parts import Placed
+from shardwise.planner.parts import Placed, tied_copy
+from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec
 
 _HOST_BANDWIDTH = 12e9  # bytes/s to the host's memory, of a device that shares the way with its neighbours
@@ -66,6 +67,24 @@ def optimizer_seconds(parts: Sequence[Placed], layout: Layout, work: Work, clust
 
 
 def sharded_terms(block: Placed, layout: Layout, work: Work, cluster: ClusterSpec) -> tuple[Any, Any]:
-    """ZeRO-3: traffic of one block in a forward pass, and in a backward pass, before anything is hidden."""
+    """ZeRO-3: traffic of one block in a forward pass, and in a backward pass, before anything is hidden.
+
+    On our runtime gradients are summed once a step, and under a pipeline a backward pass leaves weights gathered for
+    the forward pass that follows it.
+    """
     sums, gathers = data_seconds([block], replace(layout, zero=3), work, cluster)
+    if work.ours:
+        return choose(layout.pp > 1, 0.0, gathers), gathers
     return gathers, gathers + sums
+
+
+def tied_seconds(costs: ModelCosts, layout: Layout, work: Work, cluster: ClusterSpec) -> Any:
+    """The sum of a tied weight's gradient over the first and the last stage, once a step; 0 where there is no copy."""
+    trained = tied_copy(costs).trainable
+    if not costs.tied or not trained.total:
+        return 0.0
+    size = rank_parameters(trained, tied_copy(costs), layout) * work.sent_gradient_bytes
+    size = size / (layout.shard if layout.zero >= 2 or (work.ours and layout.zero) else 1)
+    stride = layout.tp * layout.cp * layout.dp * largest(layout.pp - 1, 1)
+    seconds = collective_seconds("all_reduce", size, 2, stride, cluster)
+    return choose(layout.pp > 1, seconds, 0.0)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.planner.job import Candidate, Found, Job, Planned
+from shardwise.planner.job import Candidate, Found, Job, Planned, without
 from shardwise.planner.search import search
-from shardwise.planner.space import divisors
+from shardwise.planner.space import context_degrees, divisors
 from shardwise.spec.strategy import legal_tensor_degrees
 from shardwise.units import format_bytes
 
+MEMORY_OF = "this runtime: what the model's own modules keep, operator by operator"
 _SMALL = 0.002  # of a step: differences below are not told
 
 
@@ -27,6 +28,7 @@ def answer(job: Job, found: Found) -> dict[str, Any]:
         "sequence_length": job.work.sequence,
         "precision": job.work.precision,
         "memory_limit_bytes": job.limit_bytes,
+        "memory_of": MEMORY_OF,
         "considered": found.considered,
         "refined": found.refined,
         "bound_seconds": found.bound_seconds,
@@ -184,6 +186,7 @@ def legal_degrees(job: Job) -> dict[str, list[int]]:
         "tp": [degree for degree in tensor if degree <= job.devices],
         "pp": [degree for degree in range(1, job.costs.num_blocks + 1) if degree <= job.devices],
         "dp": [degree for degree in divisors(job.rows) if degree <= job.devices],
+        "cp": [degree for degree in context_degrees(without(job, "cp")) if degree <= job.devices],
         "ep": [degree for degree in experts if degree <= job.devices],
     }
 

@@ -26,6 +26,8 @@ class Job:
         devices: at most so many are used.
         rows: of an optimizer step (G).
         memory_bytes: of a device; 0: what the profile says.
+        halves: backward passes can run in two halves (not those of compiled blocks).
+        all_devices: no fewer than ``devices`` are used.
     """
 
     model: ModelSpec
@@ -36,6 +38,8 @@ class Job:
     work: Work
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: float = 0.0
+    halves: bool = True
+    all_devices: bool = False
 
     @property
     def limit_bytes(self) -> float:
@@ -81,7 +85,7 @@ class Candidate:
 
     @property
     def zero(self) -> int:
-        """What the data ranks share out: without ``reshard`` weights and gradients of a step stay whole."""
+        """What the data ranks share out: without ``reshard`` weights stay whole."""
         if self.dp_shard == 1:
             return 0
         return 3 if self.reshard else 1

@@ -1,94 +1,62 @@
-"""Sizes and costs of a model by its name or its folder, from ``config.json`` alone.
+"""What models cost on our own runtime: traced beforehand for well-known names, and extended to more tensor degrees.
 
-The one place that the planner's callers ask. Well-known names are configurations that come with the package.
+Costs are those of the model's own modules, seen operator by operator on fake tensors. Costs from sizes alone
+(:mod:`shardwise.planner.shape`) describe the fused kernels of other people's software.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
-from shardwise.planner.shape import Experts, Latent, Shape, model_costs
-from shardwise.spec.block import ModelCosts
-from shardwise.spec.model import ModelSpec, read_model
+from shardwise.spec.block import ModelCosts, PartCosts, TensorSplit
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset_model, preset_names
 from shardwise.spec.strategy import legal_tensor_degrees
 
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "codegen", "mpt", "phi", "gpt_bigcode")
 _MOST_TENSOR_RANKS = 128
 
 
 def known_models() -> list[str]:
     """Names that need no folder."""
-    return list(_configurations())
+    return preset_names()
 
 
-def costs_of(name_or_folder: str | Path, model: ModelSpec | None = None) -> tuple[ModelSpec, ModelCosts]:
-    """Sizes and costs of a well-known model, or of the one in a folder with ``config.json``.
-
-    Args:
-        model: sizes of the model in a folder, where its file leaves some to the model's class.
+def known_costs(name: str) -> tuple[ModelSpec, ModelCosts]:
+    """Sizes and costs of a well-known model.
 
     Raises:
-        ConfigError: no or a broken ``config.json``, or a model that is no causal decoder.
+        ConfigError: there is none of this name.
     """
-    config = _configurations().get(str(name_or_folder))
-    if config is None or model is not None:
-        path = Path(name_or_folder)
-        model = model or read_model(path)
-        return model, _costs(json.loads((path / "config.json").read_text(encoding="utf-8")), model, path.name)
-    with tempfile.TemporaryDirectory() as folder:
-        whole = {"num_key_value_heads": None, **config}  # null: as many as heads
-        (Path(folder) / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-        # There is no file of it: a plan is for every model of these sizes.
-        model = replace(read_model(folder), has_weights=False, hash="")
-    return model, _costs(config, model, str(name_or_folder))
+    model, costs = preset_model(name)
+    # There is no file of it: a plan is for every model of these sizes.
+    return replace(model, has_weights=False, hash=""), with_degrees(costs, model)
 
 
-@cache
-def _configurations() -> dict[str, dict[str, Any]]:
-    text = files("shardwise").joinpath("presets", "configurations.json").read_text(encoding="utf-8")
-    configurations: dict[str, dict[str, Any]] = json.loads(text)
-    return configurations
+def with_degrees(costs: ModelCosts, model: ModelSpec) -> ModelCosts:
+    """The costs with every tensor degree that the model's numbers allow, not only those that were traced.
+
+    What is sent for a token does not depend on the degree, and what cannot be cut at one stays whole at its multiples.
+    """
+    legal = legal_tensor_degrees(model) if model.num_heads else []
+    degrees = [degree for degree in legal if degree <= _MOST_TENSOR_RANKS]
+
+    def part(one: PartCosts) -> PartCosts:
+        known = {split.degree: split for split in one.degrees}
+        more = [_like(known, degree, degrees) for degree in degrees if degree not in known]
+        return replace(one, degrees=tuple(sorted((*one.degrees, *more), key=lambda split: split.degree)))
+
+    kinds, more = (tuple(map(part, parts)) for parts in (costs.kinds, costs.more))
+    return replace(costs, kinds=kinds, more=more, embedding=part(costs.embedding), head=part(costs.head))
 
 
-def _costs(config: Mapping[str, Any], model: ModelSpec, name: str) -> ModelCosts:
-    degrees = [tp for tp in legal_tensor_degrees(model) if tp <= _MOST_TENSOR_RANKS]
-    return model_costs(_shape(config, model, name), degrees)
-
-
-def _shape(config: Mapping[str, Any], model: ModelSpec, name: str) -> Shape:
-    experts = _experts(config, model) if model.num_experts else None
-    latent = None
-    if config.get("kv_lora_rank"):
-        latent = Latent(config.get("q_lora_rank") or 0, config["kv_lora_rank"], config.get("qk_rope_head_dim") or 64)
-    gated = model.model_type not in _UNGATED
-    return Shape(
-        name=name,
-        num_blocks=model.num_blocks,
-        hidden=model.hidden_size,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=config.get("v_head_dim") or model.head_dim if latent else model.head_dim,
-        ffn=model.intermediate_size,
-        vocab=model.vocab_size,
-        gated=gated,
-        tied=model.tied,
-        experts=experts,
-        num_dense=config.get("first_k_dense_replace") or 0,
-        latent=latent,
-        window=config.get("sliding_window") or 0 if config.get("use_sliding_window", True) else 0,
-        positions=0 if gated else model.max_position_embeddings,
-    )
-
-
-def _experts(config: Mapping[str, Any], model: ModelSpec) -> Experts:
-    inner = config.get("moe_intermediate_size") or model.intermediate_size
-    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * inner
-    chosen = config.get("num_experts_per_tok") or config.get("moe_top_k") or 2
-    return Experts(number=model.num_experts, chosen=chosen, ffn=inner, shared_ffn=shared)
+def _like(known: dict[int, TensorSplit], degree: int, by_numbers: list[int]) -> TensorSplit:
+    """The split at a degree that nobody looked at, from those at others."""
+    legal = [split for split in known.values() if split.degree > 1 and not split.rule]
+    # The largest that divides it, else the largest below it, else the smallest.
+    if legal:
+        below = [split for split in legal if split.degree < degree]
+        dividing = [split for split in below if degree % split.degree == 0]
+        nearest = (dividing or below)[-1] if below else legal[0]
+        return replace(nearest, degree=degree)
+    refused = [split for split in known.values() if split.rule and split.degree in by_numbers]
+    return TensorSplit(degree, refused[0].rule if refused else "was not described: no degree above 1 was looked at")

@@ -15,6 +15,7 @@ class Layout:
     Args:
         dp: (array) data ranks; ``cp`` (array) ranks that share the sequence of a row; ``ep`` (array) ranks that share
             the experts, out of dp x cp (x tp where experts are not cut by the tensor ranks).
+        pp: (array) pipeline ranks, each with ``virtual_stages`` (array) stages.
         zero: what the data and context ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
         shard: (array) ranks that share it out; the others repeat.
         micro_batch: (array) rows of a forward pass on one data rank, ``num_micro_batches`` (array) of them a step.
@@ -24,7 +25,7 @@ class Layout:
     """
 
     tp: int = 1
-    pp: int = 1
+    pp: Any = 1
     dp: Any = 1
     cp: Any = 1
     ep: Any = 1
@@ -34,7 +35,7 @@ class Layout:
     num_micro_batches: Any = 1
     sequence_parallel: bool = False
     schedule: str = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: Any = 1
     stages: tuple[int, ...] = ()
     recompute: RecomputeLevel = "none"
     recomputed: tuple[int, ...] = ()
@@ -75,9 +76,13 @@ class Work:
         recompute_sends: full recomputation repeats the tensor collectives.
         expert_traffic: factor on the memory traffic that goes with tokens to their experts (how they are sorted).
         expert_operators: kernels that are started for each expert of a rank; 0 where one kernel takes all.
-        counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, or all that the
-            device has given away.
+        counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, all that the
+            device has given away, or a CPU process above its imports (:mod:`shardwise.planner.host`); ``first step``:
+            what tensors hold in one step, whose update makes the moments.
+        base_bytes: of a device before the model: context, libraries' workspaces, communicators.
         host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
+        ours: it runs on our runtime, which shares out by FSDP2 (:mod:`shardwise.planner.state`), sums gradients once a
+            step, and keeps logits beside the scores of the loss.
     """
 
     sequence: int
@@ -96,5 +101,7 @@ class Work:
     recompute_sends: bool = True
     expert_traffic: float = 1.0
     expert_operators: float = 0.0
-    counted: Literal["tensors", "allocator", "device"] = "device"
+    counted: Literal["tensors", "first step", "allocator", "device", "process"] = "device"
+    base_bytes: float = 1.5 * 2**30
     host_bytes: float = 0.0
+    ours: bool = False

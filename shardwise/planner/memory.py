@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.planner.arrays import smallest
-from shardwise.planner.compute import amount_bytes
+from shardwise.planner.arrays import largest
+from shardwise.planner.compute import amount_bytes, product_weights, rank_parameters, rank_tokens
 from shardwise.planner.data import dense_and_expert
+from shardwise.planner.halves import stage_waiting_bytes
+from shardwise.planner.host import heap_bytes, heap_share
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.parts import Placed
+from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
-from shardwise.spec.block import Amount
+from shardwise.planner.state import STATE, gathered_bytes, state_terms
+from shardwise.spec.block import Amount, PartCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
 
-_SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
-_BASE_BYTES = 1.5 * 2**30  # context, libraries' workspaces, communicators
+SLACK = 0.06  # of what comes and goes: what the allocator keeps in pieces too small to use
+_MOMENT_BYTES = 8.0  # of a weight: Adam's two, in fp32
 
 
 def rank_memory(
@@ -24,7 +27,7 @@ def rank_memory(
 ) -> dict[str, float]:
     """Bytes of a rank that holds ``stages`` and runs ``actions``."""
     parts = [placed for stage in stages for placed in stage]
-    terms = _state(parts, layout, work)
+    terms = state_terms(parts, layout, work)
     blocks: dict[int, float] = {}
     logits: dict[int, float] = {}
     for stage, placed in zip(sorted({action.stage for action in actions}), stages, strict=True):
@@ -34,50 +37,85 @@ def rank_memory(
     size = max(blocks) + 1
     both = [blocks.get(s, 0.0) + logits.get(s, 0.0) for s in range(size)]
     alone = [blocks.get(s, 0.0) for s in range(size)]
-    terms["activations"] = peak_bytes(actions, alone)
-    terms["logits"] = peak_bytes(actions, both) - terms["activations"]
-    terms["workspace"] = max(_workspace(one, layout, work) for one in parts)
-    terms["gathered"] = _gathered(parts, layout, work)
-    if work.counted != "tensors":
-        terms["slack"] = _SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
-    if work.counted == "device":
-        terms["base"] = _BASE_BYTES
+    waiting = [0.0] * size
+    if layout.schedule == "zero_bubble":
+        waiting[-1] = stage_waiting_bytes(parts, layout, work)
+    terms["activations"] = peak_bytes(actions, alone, waiting)
+    all_ends = peak_bytes(actions, both, waiting) if any(logits.values()) else terms["activations"]
+    terms["logits"] = all_ends - terms["activations"]
+    kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
+    terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
+    terms["gathered"] = _gathered(kinds, layout, work)
+    if work.counted == "first step":
+        terms = _first_step(terms, work)
+    elif work.counted == "process":
+        terms["heap"] = heap_bytes(terms, layout)
+    elif work.counted != "tensors":
+        terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
+    if work.counted in ("device", "process"):
+        terms["base"] = work.base_bytes
     return {name: float(value) for name, value in terms.items()}
 
 
-def _state(parts: Sequence[Placed], layout: Layout, work: Work) -> dict[str, Any]:
-    held = dense_and_expert(parts, layout, trainable=False)
-    trained = dense_and_expert(parts, layout, trainable=True)
-    shares = (layout.shard, smallest(layout.shard, layout.expert_data_ranks))
+def _first_step(terms: dict[str, Any], work: Work) -> dict[str, Any]:
+    """The larger of two moments of a run's first step: in the passes no moments are there yet, in the update that
+    makes them nothing of the passes is left.
+    """
+    moments = min(_MOMENT_BYTES / work.optimizer_bytes, 1.0) if work.optimizer_bytes else 0.0
+    passing = terms | {"optimizer": terms["optimizer"] * (1 - moments)}
+    updating = {name: size if name in STATE else 0.0 for name, size in terms.items()}
+    return max(passing, updating, key=lambda one: sum(one.values()))
 
-    def over(amounts: tuple[Any, Any], from_level: int) -> Any:
-        shared = layout.zero >= from_level
-        return sum(amount / (share if shared else 1) for amount, share in zip(amounts, shares, strict=True))
 
-    return {
-        "weights": over(held, 3) * work.weight_bytes,
-        "gradients": over(trained, 2) * work.gradient_bytes,
-        "optimizer": over(trained, 1) * work.optimizer_bytes,
-    }
+def slack_share(work: Work, layout: Layout) -> float:
+    """Of what is kept of a micro-batch, how much more the allocator keeps."""
+    return heap_share(layout) if work.counted == "process" else SLACK
 
 
 def _saved(parts: Sequence[Placed], layout: Layout, work: Work) -> float:
-    return float(
-        sum(times * amount_bytes(part.saved.get(level, Amount()), layout, work) for part, times, level in parts)
-    )
+    return float(sum(times * saved_bytes(part, level, layout, work) for part, times, level in parts))
 
 
-def _workspace(placed: Placed, layout: Layout, work: Work) -> float:
+def saved_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Work) -> Any:
+    """What a part keeps of a micro-batch from its forward to its backward pass."""
+    kept = amount_bytes(part.saved.get(level, Amount()), layout, work)
+    if part.name == "head" and work.ours:
+        # The logits, which autograd does not keep: the loss reads them, or the pipeline holds them as its result.
+        elements = sum(product.outer * product.uses for product in part.products)
+        kept = kept + rank_tokens(layout, work) * elements / layout.tp * work.compute_bytes
+    return kept
+
+
+def workspace_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Work) -> Any:
     """What is alive only while one part runs backward: what it computes again, and gradients of the same size."""
-    part, _, level = placed
-    everything = float(amount_bytes(part.saved.get("none", Amount()), layout, work))
-    kept = float(amount_bytes(part.saved.get(level, Amount()), layout, work))
-    return everything - kept + (0.0 if part.name == "head" else 0.5 * everything)
+    everything = amount_bytes(part.saved.get("none", Amount()), layout, work)
+    kept = amount_bytes(part.saved.get(level, Amount()), layout, work)
+    bytes_ = everything - kept + (0.0 if part.name == "head" else 0.5 * everything)
+    if not work.ours:
+        return bytes_
+    return bytes_ + fresh_bytes(part, layout, work)
+
+
+def fresh_bytes(part: PartCosts, layout: Layout, work: Work) -> Any:
+    """Of one weight at a time the gradient of a micro-batch, before it is added to the step's."""
+    fresh: Any = 0.0
+    for product in part.products:
+        if product.trainable:
+            fresh = largest(fresh, product_weights(product, layout))
+    if part.name == "embedding":  # a lookup's gradient is as large as its table
+        fresh = largest(fresh, rank_parameters(part.trainable, part, layout))
+    return fresh * work.compute_bytes
 
 
 def _gathered(parts: Sequence[Placed], layout: Layout, work: Work) -> float:
-    """Whole weights of two parts and gradients of one, where the data ranks share them out."""
-    if layout.zero < 3:
+    """Bytes of what comes and goes with the traffic of the data ranks."""
+    if not layout.zero:
         return 0.0
-    sizes = [sum(dense_and_expert([(part, 1, level)], layout, trainable=False)) for part, _, level in parts]
-    return float(max(sizes) * (2 * work.sent_weight_bytes + work.sent_gradient_bytes))
+    blocks, ends = [], 0.0
+    for part, _, level in parts:
+        size = sum(dense_and_expert([(part, 1, level)], layout, trainable=False))
+        if part.name in ENDS:
+            ends = ends + size if work.ours else max(ends, size)
+        else:
+            blocks.append(size)
+    return float(gathered_bytes(blocks, ends, layout, work))

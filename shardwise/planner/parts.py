@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from shardwise.planner.layout import Layout
-from shardwise.spec.block import ModelCosts, Parameters, PartCosts, RecomputeLevel
+from shardwise.spec.block import ModelCosts, Parameters, PartCosts, RecomputeLevel, TensorSplit
 
+TIED_COPY = "tied copy"
+ENDS = ("embedding", "head", TIED_COPY)  # names of parts around the blocks
 Placed = tuple[PartCosts, int, RecomputeLevel]  # a part, times, and what of it is computed again
 
 
@@ -27,8 +29,23 @@ def stage_parts(costs: ModelCosts, layout: Layout) -> list[list[Placed]]:
         if stage == len(stages) - 1:
             placed.append((costs.head, 1, "none"))
             placed += [(part, 1, "none") for part in costs.more]
+            if costs.tied and stage:
+                placed.append((tied_copy(costs), 1, "none"))
         result.append(placed)
     return result
+
+
+def tied_copy(costs: ModelCosts) -> PartCosts:
+    """The copy of a tied embedding that a last stage holds beside the head, where the first stage is another one."""
+    number, embedding = costs.tied_parameters, costs.embedding
+    degrees = []
+    for split in embedding.degrees:
+        is_whole = split.whole is not None and split.whole >= number
+        sequence = None if split.sequence is None else ()
+        degrees.append(TensorSplit(split.degree, split.rule, (), sequence, number if is_whole else None))
+    own = Parameters(split=number) if embedding.parameters.split >= number else Parameters(whole=number)
+    trains = embedding.trainable.total >= number
+    return PartCosts(TIED_COPY, own, own if trains else Parameters(), degrees=tuple(degrees))
 
 
 def frozen(costs: ModelCosts) -> ModelCosts:

@@ -6,15 +6,16 @@ from dataclasses import replace
 from itertools import accumulate
 
 from shardwise.planner.boundaries import Fits, fastest_cut
-from shardwise.planner.compute import amount_bytes, part_passes, total
+from shardwise.planner.compute import part_passes, total
 from shardwise.planner.cost import estimate
-from shardwise.planner.data import dense_and_expert
+from shardwise.planner.halves import waiting_bytes
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import _SLACK, rank_memory
-from shardwise.planner.parts import stage_parts
+from shardwise.planner.memory import rank_memory, saved_bytes, slack_share
+from shardwise.planner.parts import stage_parts, tied_copy
 from shardwise.planner.simulate import short_lists
-from shardwise.spec.block import Amount, PartCosts
+from shardwise.planner.state import state_terms
+from shardwise.spec.block import PartCosts
 from shardwise.spec.strategy import default_stages
 
 
@@ -57,8 +58,9 @@ def _with_recompute(job: Job, candidate: Candidate) -> tuple[Candidate | None, f
     if isinstance(given, int) and given > 0:
         candidate = replace(candidate, level="full", recomputed=given)
         need = memory_need(job, candidate)
-        fits = need <= job.limit_bytes and given <= max(candidate.stages)
-        return (candidate if fits else None), need
+        if given > max(candidate.stages):  # this cut has no stage of so many blocks
+            return None, float("inf")
+        return (candidate if need <= job.limit_bytes else None), need
     least = memory_need(job, candidate)
     if least > job.limit_bytes:
         return None, least
@@ -107,28 +109,21 @@ def _times(job: Job, layout: Layout) -> tuple[list[float], float, float]:
 
 def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     """Whether a stage can hold a range of blocks, from sums over blocks; 1F1B and GPipe."""
-    costs, work, slack = job.costs, job.work, 1 + _SLACK
+    costs, work, slack = job.costs, job.work, 1 + slack_share(job.work, layout)
 
     def state(part: PartCosts) -> float:
-        parts = [(part, 1, layout.recompute)]
-        held, trained = (dense_and_expert(parts, layout, trainable=flag) for flag in (False, True))
-        shares = (layout.shard, min(layout.shard, layout.expert_data_ranks))
-        terms = ((held, work.weight_bytes, 3), (trained, work.gradient_bytes, 2), (trained, work.optimizer_bytes, 1))
-        return float(
-            sum(
-                size * sum(n / (share if layout.zero >= level else 1) for n, share in zip(both, shares, strict=True))
-                for both, size, level in terms
-            )
-        )
+        return float(sum(state_terms([(part, 1, layout.recompute)], layout, work).values()))
 
     def saved(part: PartCosts, one: Layout) -> float:
-        return float(amount_bytes(part.saved.get(one.recompute, Amount()), one, work)) * slack
+        return float(saved_bytes(part, one.recompute, one, work)) * slack
 
     plain = replace(layout, recompute="none")
     states = [0.0, *accumulate(state(costs.kinds[kind]) for kind in costs.order)]
     keeps = [0.0, *accumulate(saved(costs.kinds[kind], layout) for kind in costs.order)]
+    waits = [0.0, *accumulate(slack * waiting_bytes(costs.kinds[kind], layout, work) for kind in costs.order)]
     first = (state(costs.embedding), saved(costs.embedding, plain))
-    last = (state(costs.head), saved(costs.head, plain))
+    behind = [costs.head, *costs.more, *([tied_copy(costs)] if costs.tied else [])]
+    last = (sum(map(state, behind)), sum(saved(part, plain) for part in behind))
     one_block = replace(candidate, stages=(1,) * (candidate.pp - 1) + (costs.num_blocks - candidate.pp + 1,))
     # What is there whatever the number of blocks: base, workspace, gathered weights.
     number = candidate.num_micro_batches(job.rows)
@@ -137,6 +132,8 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     def fits(stage: int, start: int, end: int) -> bool:
         ahead = number if candidate.schedule == "gpipe" else min(candidate.pp - stage, number)
         need = rank + states[end] - states[start] + ahead * (keeps[end] - keeps[start])
+        if candidate.schedule == "zero_bubble":
+            need += min(stage, number) * (waits[end] - waits[start])
         if stage == 0:
             need += first[0] + ahead * first[1]
         if stage == candidate.pp - 1:
@@ -153,5 +150,8 @@ def _constant(job: Job, candidate: Candidate) -> float:
     lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
     middle = min(1, candidate.pp - 1)
     terms = rank_memory([stages[middle]], lists[middle], layout, job.work, job.cluster)
-    named = {"weights", "gradients", "optimizer", "activations", "logits", "slack"}
-    return sum(size for name, size in terms.items() if name not in named) + _SLACK * terms["workspace"]
+    named = {"weights", "gradients", "optimizer", "activations", "logits", "slack", "heap"}
+    return (
+        sum(size for name, size in terms.items() if name not in named)
+        + slack_share(job.work, layout) * terms["workspace"]
+    )

@@ -98,6 +98,9 @@ def read_run(row: Row) -> Run:
     if rows % (dp * micro_batch):
         raise SkippedRow(f"{rows} rows are no multiple of dp x micro_batch = {dp * micro_batch}")
     _check(costs, tp, pp)
+    devices = _count(row, "num_devices", 0)
+    if devices and devices != tp * pp * cp * dp:
+        raise SkippedRow(f"num_devices = {devices} is not tp x pp x cp x dp = {tp * pp * cp * dp}")
     ep = _count(row, "ep", 1) if shape.experts else 1
     layout = _layout(row, Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, micro_batch=micro_batch), shape.num_blocks)
     layout = replace(layout, num_micro_batches=rows // (dp * micro_batch), expert_tensor=ep <= dp * cp)
@@ -165,6 +168,8 @@ def _shape(row: Row) -> Shape:
         dropout=eager and not gated,
         positions=_count(row, "seq_len") if not gated else 0,
         more_blocks=_count(row, "mtp_layers", 0),
+        bias="pos=alibi" in row.get("other_opts", "") and not eager,
+        fused_gate="mindspeed" not in row.get("framework", "").lower() or "fused-swiglu" in row.get("other_opts", ""),
         dropped=_dropped(row.get("other_opts", ""), row.get("recompute", "")),
     )
 
@@ -296,8 +301,10 @@ def _network(text: str, per_node: int) -> float | None:
     return total * 1e9 / 8 / per_node
 
 
-def _counted(kind: str) -> Literal["tensors", "allocator", "device"]:
+def _counted(kind: str) -> Literal["tensors", "first step", "allocator", "device"]:
     kind = kind.lower()
+    if "reported ranks" in kind:  # Megatron prints them once, after the first step
+        return "first step"
     if "reserved" in kind:
         return "allocator"
     return "tensors" if "allocated" in kind or "peak mem" in kind else "device"

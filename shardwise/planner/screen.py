@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from shardwise.planner.compute import amount_bytes, part_passes, rank_tokens, total
+from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.halves import waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import _BASE_BYTES, _SLACK
-from shardwise.planner.parts import Placed
-from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_virtual_stages
-from shardwise.spec.block import RECOMPUTE_LEVELS, Amount, PartCosts, RecomputeLevel
+from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
+from shardwise.planner.parts import Placed, tied_copy
+from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
+from shardwise.planner.state import gathered_bytes, state_terms
+from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts, RecomputeLevel
 
-AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v")
+_SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
+AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
 _BOUND_FIELDS = ("sp", "level", "shard", "reshard", "seconds", "bound", "need")
 
 
@@ -57,6 +61,10 @@ class _Rates:
     saved_first: Any
     saved_last: Any
     workspace: Any
+    workspace_last: Any
+    waiting: Any
+    waiting_bytes: Any
+    forward_share: Any
 
 
 @dataclass
@@ -91,7 +99,7 @@ def groups_of(job: Job, space: Space) -> list[Group]:
                 rates = _few_rates(job, few, len(first))
                 free, ends = rates.forward + rates.backward, rates.first + rates.last
                 middle = (job.costs.num_blocks * free + ends)[cell] / rows["pp"]
-                bound = number * np.maximum(middle, (free + rates.last)[cell])
+                bound = number * np.maximum(middle, (free + rates.last)[cell] / job.cluster.chip.shared)
                 order = np.argsort(bound, kind="stable")
                 more = {"cell": cell, "number": number, "bound": bound}
                 columns = {name: column[order] for name, column in (rows | more).items()}
@@ -101,7 +109,7 @@ def groups_of(job: Job, space: Space) -> list[Group]:
 
 def judge(job: Job, group: Group, columns: Columns) -> tuple[Screened, Space]:
     """Judge some rows of a group with every number of virtual stages and every way to share out weights."""
-    space = with_virtual_stages(job, columns)
+    space = with_schedules(job, columns)
     parts = _judge(job, group, _with_shards(job, space.columns, group.layout.tp)) if len(space) else []
     names = (*AXES, *_BOUND_FIELDS)
     if not parts:
@@ -146,6 +154,9 @@ def _judge(job: Job, group: Group, rows: Columns) -> list[Columns]:
             dp=some["dp"],
             shard=some["shard"] * some["cp"] if zero else 1,
             micro_batch=some["m"],
+            num_micro_batches=some["number"],
+            pp=some["pp"],
+            virtual_stages=some["v"],
         )
         judged.append(_judge_rows(job, layout, some, group.rates))
     return judged
@@ -166,51 +177,135 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
             part = placed[1] / blocks
             forward = forward + part * exposed(gathers, rates.forward, job.work.overlap_data)
             backward = backward + part * exposed(both, rates.backward + again, job.work.overlap_data)
-    else:
+    if layout.zero != 3 or job.work.ours:
         sent, gathered = data_seconds(held, layout, job.work, job.cluster)
         sums = exposed(sent, blocks * backward, job.work.overlap_data)
-        sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
+        if layout.zero != 3:
+            sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
     block = forward + backward
     everything = job.costs.num_blocks * block + rates.first + rates.last
     slowest = _slowest_stage(job, rows, block, rates)
     hop = _hop_seconds(job, layout, rows) * (rows["pp"] > 1)
     fill = (everything - slowest) * (rows["pp"] - 1) / rows["pp"] / rows["v"] + 2 * (rows["pp"] - 1) * hop
+    # ZB-H1: second halves, which fill the end of the step, are no part of what others wait for.
+    filled = 1 - rows["halves"] * np.minimum(2 * rates.waiting / block, 1)
+    fill = fill * filled
     fill = np.where(rows["v"] > 1, (rows["pp"] - 1) * everything / rows["pp"] / rows["v"] + 2 * rows["pp"] * hop, fill)
     # Wrapped: fewer passes wait for each other where a rank has several stages.
-    seconds = number * slowest + fill + sums + optimizer_seconds(held, layout, job.work, job.cluster)
+    seconds = number * slowest + fill
+    if job.cluster.chip.shared > 1:  # as shardwise.planner.cost has it
+        seconds = np.maximum(seconds / job.cluster.chip.shared, number * everything / rows["pp"])
+    seconds = seconds + sums + optimizer_seconds(held, layout, job.work, job.cluster)
     width = len(rows["tp"])
     found = {
         "sp": np.full(width, layout.sequence_parallel),
         "level": np.full(width, RECOMPUTE_LEVELS.index(layout.recompute)),
         "seconds": seconds,
         "need": need,
+        "bound": np.maximum(rows["bound"], _least_seconds(job, layout, rows, rates, held)),
     }
     # Full recompute of no block is another spelling of none.
     same = share > 0 if layout.recompute == "full" and "recompute" not in job.fixed else np.ones(width, dtype=bool)
     return {name: column[same] for name, column in (rows | found).items()}
 
 
+def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
+    """Seconds that no cut into stages and no number of recomputed blocks can be below.
+
+    The slowest rank takes at least as long as the ranks' mean. Traffic that computing does not hide, and the
+    optimizer's step, are convex in what a rank holds, so their mean is at least what an average rank has.
+
+    And rank r, with b_r seconds a micro-batch, waits for its first one, and those before it for its last gradient: M
+    b_r + sum over s < r of c b_s, for whole backward passes with c = 1. Whatever the cut, the largest of these is at
+    least c E / (1 - (1 - c / M)^p), E being the sum of all b: the cut under which all are equal. With several stages a
+    rank those before it have run a block at least.
+    """
+    work, cluster, pp = job.work, job.cluster, rows["pp"]
+    forward, backward = rates.forward, rates.backward + rates.again * _least_recomputed(job, layout, rows, rates, held)
+    blocks, rest = job.costs.num_blocks, rates.first + rates.last
+    sums: Any = 0.0
+    if layout.zero == 3:
+        traffic = [
+            (times / blocks, sharded_terms((kind, 1, layout.recompute), layout, work, cluster))
+            for kind, times in _kinds(job)
+        ]
+        gathers, both = (sum(share * terms[index] for share, terms in traffic) for index in (0, 1))
+        forward = forward + exposed(gathers, forward, work.overlap_data)
+        backward = backward + exposed(both, backward, work.overlap_data)
+    else:
+        sent, gathered = data_seconds(held, layout, work, cluster)
+        beside = (blocks * (rates.forward + rates.backward + rates.again) + rest) / pp
+        sums = exposed(sent, beside, work.overlap_data) + exposed(gathered, beside, work.overlap_data)
+    everything, number = blocks * (forward + backward) + rest, rows["number"]
+    mean = number * everything / pp + sums + optimizer_seconds(held, layout, work, cluster)
+    # With whole backward passes all of it, in halves only what a forward pass takes of a block.
+    first = rates.forward_share if layout.zero != 3 else np.full(len(pp), 1e-9)
+    share = np.where(rows["halves"] > 0, np.maximum(first, 1e-9), 1.0)
+    of = np.where(rows["halves"] > 0, blocks * (forward + backward), everything)
+    filled = share * of / -np.expm1(pp * np.log1p(-share / np.maximum(number, 1 + 1e-9)))
+    apart = number * everything / pp + (pp - 1) / 2 * (rates.forward + rates.backward)
+    return np.maximum(mean, np.where(rows["v"] > 1, apart, filled))
+
+
+def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
+    """The share of blocks that any cut must compute again.
+
+    Rank r of p holds p - r micro-batches of each of its blocks at least, or min(p, 2 (p - 1 - r) + 1) where it has
+    several stages. Its memory over that number, summed over the ranks, is at least what all blocks keep of one
+    micro-batch, and at most the limit times the sum of these numbers' inverses.
+    """
+    if layout.recompute != "full" or job.fixed.get("recompute") == "full":
+        return 1.0
+    pp, blocks = rows["pp"], job.costs.num_blocks
+    one, several = _inverses(blocks)
+    inverses = np.where(rows["v"] > 1, several[pp], one[pp])
+    state = sum(times * _state_bytes(job, layout, [part]) for part, times, _ in held)
+    spare = job.limit_bytes * inverses - state - blocks * rates.saved
+    gain = blocks * (rates.saved_all - rates.saved)
+    return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
+
+
+@cache
+def _inverses(most: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each number of ranks the sums of :func:`_least_recomputed`, with one stage a rank and with several."""
+    sizes = range(most + 1)
+    one = np.array([sum(1 / (pp - r) for r in range(pp)) for pp in sizes])
+    return one, np.array([sum(1 / min(pp, 2 * r + 1) for r in range(pp)) for pp in sizes])
+
+
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
     costs, work = job.costs, job.work
     plain = replace(layout, recompute="none")
-    sums: dict[str, Any] = dict.fromkeys(("forward", "backward", "again", "saved", "saved_all", "workspace"), 0.0)
+    sums: dict[str, Any] = dict.fromkeys(_SUMMED, 0.0)
+    forward_share: Any = 1.0
     for kind, times in _kinds(job):
         share = times / costs.num_blocks
         passes = part_passes(kind, layout, work, job.cluster)
         for name in ("forward", "backward", "again"):
             sums[name] = sums[name] + share * total(getattr(passes, name))
+        sums["waiting"] = sums["waiting"] + share * waiting_seconds(kind, layout, work, job.cluster)
+        sums["waiting_bytes"] = sums["waiting_bytes"] + share * waiting_bytes(kind, layout, work)
         kept = _kept(kind, layout, job, layout.recompute)
         everything = _kept(kind, layout, job, "none")
         sums["saved"] = sums["saved"] + share * kept
         sums["saved_all"] = sums["saved_all"] + share * everything
-        sums["workspace"] = np.maximum(sums["workspace"], everything - kept + 0.5 * everything)
+        sums["workspace"] = np.maximum(sums["workspace"], workspace_bytes(kind, layout.recompute, layout, work))
+        whole = total(passes.forward) + total(passes.backward) + total(passes.again)
+        forward_share = np.minimum(forward_share, total(passes.forward) / whole)
     ends: list[Any] = []
     for parts in ((costs.embedding,), (costs.head, *costs.more)):
         passes_of = [part_passes(part, plain, work, job.cluster) for part in parts]
         ends.append(sum(total(one.forward) + total(one.backward) for one in passes_of))
     saved = [_kept(part, layout, job, "none") for part in (costs.embedding, costs.head)]
     more = sum((_kept(part, layout, job, "none") for part in costs.more), start=0.0)
-    values = sums | {"first": ends[0], "last": ends[1], "saved_first": saved[0], "saved_last": saved[1] + more}
+    values = sums | {
+        "forward_share": forward_share,
+        "first": ends[0],
+        "last": ends[1],
+        "saved_first": saved[0],
+        "saved_last": saved[1] + more,
+        "workspace_last": workspace_bytes(costs.head, "none", layout, work),
+    }
     return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
 
 
@@ -219,30 +314,39 @@ def _kinds(job: Job) -> list[tuple[PartCosts, int]]:
 
 
 def _kept(part: PartCosts, layout: Layout, job: Job, level: RecomputeLevel) -> Any:
-    return amount_bytes(part.saved.get(level, Amount()), layout, job.work)
+    return saved_bytes(part, level, layout, job.work)
 
 
 def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
     """What a rank in the middle holds, in shares of parts, and the embedding's share."""
     parts: list[Any] = [(kind, times / rows["pp"], layout.recompute) for kind, times in _kinds(job)]
-    return [*parts, (job.costs.embedding, 1.0 / rows["pp"], "none"), (job.costs.head, 1.0 / rows["pp"], "none")]
+    parts += [(job.costs.embedding, 1.0 / rows["pp"], "none"), (job.costs.head, 1.0 / rows["pp"], "none")]
+    if job.costs.tied:
+        parts.append((tied_copy(job.costs), (rows["pp"] > 1) / rows["pp"], "none"))
+    return parts
 
 
-def _state_bytes(job: Job, layout: Layout, parts: list[Placed]) -> Any:
-    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.memory` counts them."""
-    work = job.work
-    held = dense_and_expert(parts, layout, trainable=False)
-    trained = dense_and_expert(parts, layout, trainable=True)
-    shares = (layout.shard, np.minimum(layout.shard, layout.expert_data_ranks))
-    seen: Any = 0.0
-    for amounts, size, level in (
-        (held, work.weight_bytes, 3),
-        (trained, work.gradient_bytes, 2),
-        (trained, work.optimizer_bytes, 1),
-    ):
-        shared = layout.zero >= level
-        seen = seen + sum(a / (share if shared else 1) for a, share in zip(amounts, shares, strict=True)) * size
-    return seen
+def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
+    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them."""
+    return sum(state_terms([(part, 1, "none") for part in parts], layout, job.work).values())
+
+
+def _gathered_bytes(job: Job, layout: Layout) -> Any:
+    """What comes and goes with the traffic of the data ranks, on a rank that has both ends or the larger one."""
+    copies = [tied_copy(job.costs)] if job.costs.tied else []
+    size = {
+        name: sum(dense_and_expert([(part, 1, "none") for part in parts], layout, trainable=False))
+        for name, parts in (
+            ("first", [job.costs.embedding]),
+            ("last", [job.costs.head, *copies]),
+            ("both", [job.costs.embedding, job.costs.head]),
+        )
+    }
+    ends = np.where(layout.pp > 1, np.maximum(size["first"], size["last"]), size["both"])
+    if not job.work.ours:
+        ends = np.maximum(size["first"], size["last"])
+    blocks = [sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False)) for kind in job.costs.kinds]
+    return gathered_bytes(blocks, ends, layout, job.work)
 
 
 def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.ndarray) -> tuple[Any, Any]:
@@ -252,32 +356,29 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     """
     pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
     blocks = num_blocks / pp
-    state = sum(times * _state_bytes(job, layout, [(kind, 1, "none")]) for kind, times in _kinds(job)) / num_blocks
-    ends = [_state_bytes(job, layout, [(part, 1, "none")]) for part in (job.costs.embedding, job.costs.head)]
+    state = sum(times * _state_bytes(job, layout, [kind]) for kind, times in _kinds(job)) / num_blocks
+    ends = [_state_bytes(job, layout, [job.costs.embedding]), _state_bytes(job, layout, [job.costs.head])]
     if job.costs.more:
-        ends[1] = ends[1] + _state_bytes(job, layout, [(part, 1, "none") for part in job.costs.more])
+        ends[1] = ends[1] + _state_bytes(job, layout, list(job.costs.more))
+    if job.costs.tied:
+        ends[1] = ends[1] + (pp > 1) * _state_bytes(job, layout, [tied_copy(job.costs)])
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    slack = 1 + _SLACK
-    gathered: Any = 0.0
-    if layout.zero == 3:
-        sizes = [
-            sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False))
-            for kind in (*job.costs.kinds, job.costs.embedding, job.costs.head)
-        ]
-        largest: Any = sizes[0]
-        for size in sizes[1:]:
-            largest = np.maximum(largest, size)
-        gathered = largest * (2 * job.work.sent_weight_bytes + job.work.sent_gradient_bytes)
-    base = _BASE_BYTES + gathered + rates.workspace * slack
+    slack = 1 + slack_share(job.work, layout)
+    gathered = _gathered_bytes(job, layout)
+    base = job.work.base_bytes + gathered + rates.workspace * slack
+    beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
-    first = first + np.where(pp == 1, rates.saved_last * slack, 0.0)
-    last = base + ends[1] + rates.saved_last * slack
+    first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
+    last = base + ends[1] + rates.saved_last * slack + beside_head
     per_block = state + inflight * rates.saved * slack
-    last_block = state + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1) * rates.saved * slack
+    # The last rank's first halves run ahead of the second ones, by a micro-batch for each rank before it.
+    ahead = rows["halves"] * (pp - 1) * rates.waiting_bytes * slack
+    last_block = state + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1) * rates.saved * slack + ahead
     # Whole blocks can move from the first ranks, which hold most, to later ones: an average rank's load decides.
     average = state + (inflight + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1)) / 2 * rates.saved * slack
+    average = average + ahead / 2
     need = np.maximum(base + blocks * average, np.maximum(first + per_block, last + last_block))
     if layout.recompute != "full":
         return need, np.ones(len(pp)) if layout.recompute != "none" else np.zeros(len(pp))

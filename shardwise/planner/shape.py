@@ -52,8 +52,10 @@ class Shape:
         num_dense: first blocks without experts, where ``experts`` is given.
         window: positions that a token sees; 0: all before it.
         eager: attention writes its scores to memory, with dropout.
+        bias: a fused kernel of attention is given a bias for each head and pair of positions, which each block keeps.
         dropout: the residual stream has dropout, as early GPTs.
         more_blocks: further blocks on the last stage that predict a second token.
+        fused_gate: the activation function and the product with its gate are one kernel, which keeps no result between.
         dropped: what is not kept for the backward pass although nothing else is recomputed: ``norms`` ``activation``
             (results of the activation function) ``experts`` (all inside of them) ``attention`` (swapped to the host)
             ``logits`` (a loss that never holds them).
@@ -74,9 +76,11 @@ class Shape:
     latent: Latent | None = None
     window: int = 0
     eager: bool = False
+    bias: bool = False
     dropout: bool = False
     positions: int = 0
     more_blocks: int = 0
+    fused_gate: bool = True
     dropped: frozenset[str] = frozenset()
 
 
@@ -122,7 +126,7 @@ def _block(shape: Shape, experts: Experts | None, degrees: tuple[int, ...]) -> P
         whole=(2 if "norms" in shape.dropped else 4) * hidden + whole,
         whole_bytes=masks,
         split_bytes=4 * shape.heads,
-        split_growing=2 * scores,
+        split_growing=2 * scores + (shape.heads if shape.bias else 0),
         split_growing_bytes=scores,
     )
     cheap = Amount(split=queries + keys + width, whole=2 * hidden + whole, split_bytes=4 * shape.heads)
@@ -196,6 +200,7 @@ def _feed_forward(shape: Shape, experts: Experts | None) -> tuple[list[Product],
     """Products, what is saved, what is read and written forward, and experts that a token goes to."""
     hidden, up = shape.hidden, 2 if shape.gated else 1
     kept = up if "activation" in shape.dropped else up + 1
+    kept += int(shape.gated and not shape.fused_gate)
     if experts is None:
         products = [
             Product("up", hidden, up * shape.ffn, "outer"),

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.spec.schedule import Action, ActionLists, action_lists
+from shardwise.spec.schedule import Action, ActionLists, Kind, action_lists
 
 Send = Callable[[int, int], float]
-StageSeconds = tuple[Sequence[float], Sequence[float]]  # forward, backward
-_ROUNDS = {"1f1b": 2, "interleaved": 4}  # rounds after which a pipeline repeats itself
+StageSeconds = Sequence[Sequence[float]]  # forward, backward, and what of backward can wait (empty: nothing)
+_Step = tuple[list[float], float, float, list[float]]
+_ROUNDS = {"1f1b": 2, "interleaved": 4, "zero_bubble": 3}  # rounds after which a pipeline repeats itself
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Timeline:
     Args:
         finish: of each pipeline rank, the end of its last action.
         busy: seconds of each rank in actions.
-        ends: of forward and of backward passes, the end of each: [stage][micro-batch].
+        ends: of forward passes, of backward passes (or their first halves) and of their second halves, the end of
+            each: [stage][micro-batch].
     """
 
     finish: tuple[float, ...]
     busy: tuple[float, ...]
-    ends: tuple[list[list[float]], list[list[float]]]
+    ends: tuple[list[list[float]], list[list[float]], list[list[float]]]
 
     @property
     def seconds(self) -> float:
@@ -41,11 +43,18 @@ class Timeline:
         return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
-def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[float], send: Send) -> Timeline:
+def simulate(
+    lists: ActionLists,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send: Send,
+    waiting: Sequence[float] = (),
+) -> Timeline:
     """Execute every list in its order; an action starts when its rank is free and its input has arrived.
 
     Args:
         forward: seconds of a pass through each stage, ``backward`` likewise.
+        waiting: what of ``backward`` the second half of a backward pass in two takes.
         send: seconds from one pipeline rank to another, in which neither computes less.
 
     Raises:
@@ -54,10 +63,8 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
     num_ranks, num_stages = len(lists), len(forward)
     number = 1 + max(action.micro_batch for action in lists[0])
     none = float("inf")
-    # A row more on each side: the input of the first stage is there from the start.
-    ends = [[[none] * number for _ in range(num_stages + 1)] for _ in range(2)]
-    ends[0][num_stages] = [0.0] * number  # index -1 of the first stage
-    hops = [[send(a, b) if a != b else 0.0 for b in range(num_ranks)] for a in range(num_ranks)]
+    ends = _no_ends(num_stages, number), _no_ends(num_stages, number), _no_ends(num_stages, number)
+    steps = _steps(ends, (forward, backward, waiting or [0.0] * num_stages), send, num_ranks)
     place, free, busy = [0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
     left = sum(len(actions) for actions in lists.values())
     while left:
@@ -66,16 +73,8 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
             now, start = free[rank], place[rank]
             for index in range(start, len(actions)):
                 stage, kind, micro_batch = actions[index]
-                if kind == "forward":
-                    ready = ends[0][stage - 1][micro_batch]
-                    if stage:
-                        ready += hops[(stage - 1) % num_ranks][rank]
-                    seconds, into = forward[stage], ends[0][stage]
-                elif stage == num_stages - 1:
-                    ready, seconds, into = ends[0][stage][micro_batch], backward[stage], ends[1][stage]
-                else:
-                    ready = ends[1][stage + 1][micro_batch] + hops[(stage + 1) % num_ranks][rank]
-                    seconds, into = backward[stage], ends[1][stage]
+                needed, hop, seconds, into = steps[kind][stage]
+                ready = needed[micro_batch] + hop
                 if ready == none:
                     break
                 now = (ready if ready > now else now) + seconds
@@ -86,7 +85,32 @@ def simulate(lists: ActionLists, forward: Sequence[float], backward: Sequence[fl
             left -= place[rank] - start
         if left == before:
             raise ValueError("the action lists wait for each other")
-    return Timeline(tuple(free), tuple(busy), (ends[0][:num_stages], ends[1][:num_stages]))
+    return Timeline(tuple(free), tuple(busy), ends)
+
+
+def _no_ends(num_stages: int, number: int) -> list[list[float]]:
+    return [[float("inf")] * number for _ in range(num_stages)]
+
+
+def _steps(
+    ends: tuple[list[list[float]], list[list[float]], list[list[float]]],
+    times: tuple[Sequence[float], Sequence[float], Sequence[float]],
+    send: Send,
+    num_ranks: int,
+) -> dict[Kind, list[_Step]]:
+    """Of each kind of action on each stage: ends of what it needs, seconds until that is here, its own, its ends."""
+    forward, backward, waiting = times
+    stages = range(len(forward))
+    hops = [[send(a, b) if a != b else 0.0 for b in range(num_ranks)] for a in range(num_ranks)]
+    there = [0.0] * len(ends[0][0])  # the input of the first stage
+    needed = [(there, 0.0), *((ends[0][s], hops[s % num_ranks][(s + 1) % num_ranks]) for s in stages[:-1])]
+    back = [*((ends[1][s], hops[s % num_ranks][(s - 1) % num_ranks]) for s in stages[1:]), (ends[0][-1], 0.0)]
+    return {
+        "forward": [(*needed[s], forward[s], ends[0][s]) for s in stages],
+        "backward": [(*back[s], backward[s], ends[1][s]) for s in stages],
+        "backward_input": [(*back[s], backward[s] - waiting[s], ends[1][s]) for s in stages],
+        "backward_weight": [(ends[1][s], 0.0, waiting[s], ends[2][s]) for s in stages],
+    }
 
 
 def simulate_schedule(
@@ -98,10 +122,11 @@ def simulate_schedule(
     is a short one and a number of rounds; ``ends`` then are those of the short one. Stages of a rank that differ
     take longer to settle, so an interleaved step is simulated at two lengths.
     """
-    forward, backward = stage_seconds
+    forward, backward, *rest = stage_seconds
+    waiting = rest[0] if rest else ()
     num_ranks = len(forward) // virtual_stages
     lists = short_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
-    short = simulate(lists, forward, backward, send)
+    short = simulate(lists, forward, backward, send, waiting)
     simulated = len(short.ends[0][0])
     rounds = (num_micro_batches - simulated) / num_ranks
     if not rounds:
@@ -133,10 +158,23 @@ def _lists(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages
     return action_lists(schedule, num_ranks, num_micro_batches, virtual_stages)
 
 
-def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float]) -> float:
-    """The most bytes of activations that one rank holds, with ``stage_bytes`` for a pass through each stage."""
+def peak_bytes(actions: Sequence[Action], stage_bytes: Sequence[float], waiting_bytes: Sequence[float] = ()) -> float:
+    """The most bytes of activations that one rank holds.
+
+    Args:
+        stage_bytes: of a pass through each stage.
+        waiting_bytes: what the first half of a backward pass leaves for the second.
+    """
     alive = peak = 0.0
-    for action in actions:
-        alive += stage_bytes[action.stage] * (1 if action.kind == "forward" else -1)
-        peak = max(peak, alive)
+    for stage, kind, _ in actions:
+        if kind == "forward":
+            alive += stage_bytes[stage]
+        elif kind == "backward_input":
+            alive += waiting_bytes[stage] - stage_bytes[stage]
+        elif kind == "backward_weight":
+            alive -= waiting_bytes[stage]
+        else:
+            alive -= stage_bytes[stage]
+        if alive > peak:
+            peak = alive
     return peak

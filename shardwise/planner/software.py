@@ -33,6 +33,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     framework, options = row.get("framework", "").lower(), row.get("other_opts", "")
     precision = row.get("precision", "").lower()
     half, whole = "fp16" in precision and "bf16" not in precision, "32" in precision
+    if "shardwise" in framework:
+        return Software("shardwise")
     if "mindspeed" in framework:
         return Software("mindspeed", _mindspeed(options, half))
     if "mindformers" in framework or "mindspore" in framework:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import gcd, isqrt
+from math import gcd, isqrt, prod
 from typing import Any
 
 import numpy as np
 
 from shardwise.errors import PlanError
+from shardwise.planner.halves import waiting_products
 from shardwise.planner.job import Job, Rejection
 from shardwise.spec.block import RECOMPUTE_LEVELS
 from shardwise.spec.strategy import default_stages, legal_tensor_degrees
@@ -69,10 +70,11 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     _check_given(job)
     tensor, refused = _tensor_degrees(job)
     space = Space({"tp": np.asarray(tensor, dtype=np.int64)})
-    for degree, rule in refused.items():
+    first = most_devices == job.devices  # rules that hold for any number of devices are counted once
+    for degree, rule in refused.items() if first else ():
         space.reject("tensor degree", rule, 1, {"tp": degree})
     num_blocks = job.costs.num_blocks
-    space.cross("cp", _context_degrees(job))
+    space.cross("cp", context_degrees(job))
     space.cross("pp", _given(job, "pp", range(1, min(num_blocks, most_devices) + 1)))
     space.keep(space.columns["pp"] <= num_blocks, "pipeline stages", f"the model has {num_blocks} blocks")
     c = space.columns
@@ -80,7 +82,8 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     space.cross("dp", _data_degrees(job))
     c = space.columns
     devices = c["tp"] * c["cp"] * c["pp"] * c["dp"]
-    space.keep(devices <= job.devices, "devices", f"more than {job.devices}")
+    if first:
+        space.keep(devices <= job.devices, "devices", f"more than {job.devices}")
     c = space.columns
     devices = c["tp"] * c["cp"] * c["pp"] * c["dp"]
     _silently(space, (devices > least_devices) & (devices <= most_devices))
@@ -97,13 +100,16 @@ def enumerate_space(job: Job, least_devices: int, most_devices: int) -> Space:
     return space
 
 
-def with_virtual_stages(job: Job, columns: Columns) -> Space:
-    """The rows with every number of stages that a pipeline rank may have."""
+def with_schedules(job: Job, columns: Columns) -> Space:
+    """The rows with every schedule: ``v`` stages of a pipeline rank; ``halves`` 1: backward passes in two halves."""
     space = Space(columns)
     num_blocks = job.costs.num_blocks
     space.cross("v", _virtual_stages(job))
     c = space.columns
     _silently(space, (c["v"] == 1) | (c["pp"] > 1))
+    space.cross("halves", _halves(job))
+    c = space.columns
+    _silently(space, (c["halves"] == 0) | ((c["pp"] > 1) & (c["v"] == 1)))
     c = space.columns
     space.keep(c["pp"] * c["v"] <= num_blocks, "pipeline stages", f"the model has {num_blocks} blocks")
     if job.fixed.get("stages"):
@@ -177,9 +183,31 @@ def _check_given(job: Job) -> None:
     if job.fixed.get("sequence_parallel") and job.fixed.get("tp") == 1:
         rule = "cuts the sequence over the tensor ranks, and strategy.tp is 1"
         raise PlanError("strategy.sequence_parallel = true", rule, "Leave one of them out")
+    if job.fixed.get("schedule") == "zero_bubble" and job.fixed.get("pp") == 1:
+        rule = "puts off gradients of weights to where a pipeline would wait, and strategy.pp is 1"
+        raise PlanError("strategy.schedule = zero_bubble", rule, "Leave one of them out")
     if job.fixed.get("pp") is not None and job.fixed["pp"] > num_blocks:
         rule = f"the model has {num_blocks} blocks, and each stage needs one"
         raise PlanError(f"strategy.pp = {job.fixed['pp']}", rule, f"legal degrees: 1 to {num_blocks}")
+    again = job.fixed.get("recompute")
+    if isinstance(again, int):
+        number = (job.fixed.get("pp") or 1) * (job.fixed.get("virtual_stages") or 1)
+        most = max(stages or default_stages(num_blocks, min(number, num_blocks)))
+        if again > most:
+            rule = f"the largest stage has {most} blocks" if number > 1 or stages else f"the model has {most} blocks"
+            raise PlanError(f"strategy.recompute = {again}", rule, f"Use full, or at most {most}")
+    _check_devices(job)
+
+
+def _check_devices(job: Job) -> None:
+    """Refuse given degrees whose product is above the devices."""
+    data = ("dp",) if job.fixed.get("dp") else ("dp_replicate", "dp_shard")
+    given = {axis: job.fixed[axis] for axis in ("pp", *data, "cp", "tp") if job.fixed.get(axis)}
+    product = prod(given.values())
+    if product > job.devices:
+        value = ", ".join(f"strategy.{axis} = {degree}" for axis, degree in given.items() if degree > 1)
+        rule = f"takes {product} devices, and {job.devices} are given"
+        raise PlanError(value, rule, f"Use devices={product}, or smaller degrees")
 
 
 def _tensor_degrees(job: Job) -> tuple[list[int], dict[int, str]]:
@@ -211,7 +239,12 @@ def tensor_rule(job: Job, degree: int) -> str:
     return f"leaves a rank without a part of the vocabulary {job.model.vocab_size}, or is not described"
 
 
-def _context_degrees(job: Job) -> list[int]:
+def context_degrees(job: Job) -> list[int]:
+    """Legal degrees that leave a rank enough of a row, or the given one.
+
+    Raises:
+        PlanError: the given one does not cut a row evenly.
+    """
     sequence = job.work.sequence
     given = job.fixed.get("cp")
     if given is not None:
@@ -258,3 +291,11 @@ def _virtual_stages(job: Job) -> list[int]:
     if schedule == "interleaved":
         return list(range(2, MOST_VIRTUAL + 1))
     return [1] if schedule is not None else list(range(1, MOST_VIRTUAL + 1))
+
+
+def _halves(job: Job) -> list[int]:
+    schedule = job.fixed.get("schedule")
+    if schedule is not None:
+        return [int(schedule == "zero_bubble")]
+    can = job.halves and any(waiting_products(kind) for kind in job.costs.kinds)
+    return [0, 1] if can else [0]

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.planner.job import Candidate, Job, Rejection
-from shardwise.planner.screen import Group, Screened, groups_of, judge
+from shardwise.planner.screen import AXES, Group, Screened, groups_of, judge
 from shardwise.planner.space import Columns, Space
 from shardwise.spec.block import RECOMPUTE_LEVELS
 from shardwise.spec.rules import parse_run
@@ -145,7 +145,7 @@ class Sweep:
 
 
 def _names() -> tuple[str, ...]:
-    return ("tp", "cp", "pp", "dp", "m", "ep", "v", "sp", "level", "shard", "reshard", "seconds", "bound", "need")
+    return (*AXES, "sp", "level", "shard", "reshard", "seconds", "bound", "need")
 
 
 def candidate_of(job: Job, columns: Columns, index: int) -> Candidate:
@@ -164,7 +164,7 @@ def candidate_of(job: Job, columns: Columns, index: int) -> Candidate:
         reshard=bool(row["reshard"]),
         sequence_parallel=bool(row["sp"]),
         micro_batch_size=int(row["m"]),
-        schedule="interleaved" if virtual > 1 else given or "1f1b",
+        schedule="interleaved" if virtual > 1 else "zero_bubble" if row["halves"] else given or "1f1b",
         virtual_stages=virtual,
         level=RECOMPUTE_LEVELS[int(row["level"])],
     )

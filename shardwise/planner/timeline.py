@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.planner.compute import part_passes, total
+from shardwise.planner.halves import stage_waiting_seconds
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.parts import stage_parts
 from shardwise.planner.simulate import simulate
@@ -29,7 +30,7 @@ def timeline(job: Job, candidate: Candidate) -> list[Pass]:
     """The passes of a step's first micro-batches, without what is sent between stages."""
     number = min(candidate.num_micro_batches(job.rows), _MOST_ROUNDS * candidate.pp)
     layout = candidate.layout(job.rows)
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
     for parts in stage_parts(job.costs, layout):
         forward = backward = 0.0
         for part, times, level in parts:
@@ -38,12 +39,16 @@ def timeline(job: Job, candidate: Candidate) -> list[Pass]:
             backward += times * float(total(one.backward) + total(one.again))
         seconds[0].append(forward)
         seconds[1].append(backward)
+        halves = candidate.schedule == "zero_bubble"
+        seconds[2].append(stage_waiting_seconds(parts, layout, job.work, job.cluster) if halves else 0.0)
     lists = action_lists(candidate.schedule, candidate.pp, number, candidate.virtual_stages)
-    ends = simulate(lists, *seconds, lambda first, second: 0.0).ends
+    forwards, backwards, waiting = seconds
+    ends = simulate(lists, forwards, backwards, lambda first, second: 0.0, waiting).ends
     passes = []
     for rank, actions in lists.items():
         for stage, kind, micro_batch in actions:
-            backward_pass = int(kind == "backward")
-            end = ends[backward_pass][stage][micro_batch]
-            passes.append(Pass(rank, stage, kind, micro_batch, end - seconds[backward_pass][stage], end))
+            row = {"forward": 0, "backward_weight": 2}.get(kind, 1)
+            length = seconds[row][stage] - (waiting[stage] if kind == "backward_input" else 0.0)
+            end = ends[row][stage][micro_batch]
+            passes.append(Pass(rank, stage, kind, micro_batch, end - length, end))
     return passes

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from shardwise.data.convert import read_turns
+from shardwise.data.detect import format_of
+from shardwise.data.format import BadRow
+from shardwise.data.readers import files_of, read_records
+from shardwise.errors import ConfigError
 from shardwise.report.console import show_line
 from shardwise.spec.plan import Plan
-from shardwise.spec.run import RunConfig
+from shardwise.spec.run import RunConfig, SourceConfig, data_sources
 
 # Answers come from one process on the CPU; above this size that would outlast the training.
 MAX_PARAMETERS = 500_000_000
 NUM_PROMPTS = 2
 ANSWER_TOKENS = 48
+_LOOKED_AT = 100  # rows of a file
 
 
 def show_answers(run: RunConfig, plan: Plan, export: Path, console: Console) -> None:
@@ -22,7 +29,7 @@ def show_answers(run: RunConfig, plan: Plan, export: Path, console: Console) -> 
 
     Only for rows of messages and models that one process can run in seconds; else nothing is printed.
     """
-    prompts = first_questions(Path(run.data.eval or run.data.train or ""))
+    prompts = first_questions(data_sources(run.data.eval) or data_sources(run.data.train))
     if not prompts or run.model_init == "random" or plan.model.num_parameters > MAX_PARAMETERS:
         return
     from shardwise.models.generate import generate  # loads transformers, which costs seconds
@@ -38,18 +45,25 @@ def show_answers(run: RunConfig, plan: Plan, export: Path, console: Console) -> 
             show_line(console, label, text.replace("\n", " "))
 
 
-def first_questions(path: Path) -> list[str]:
-    """The first user turns of a file of messages; none for other rows."""
+def first_questions(sources: Iterable[SourceConfig]) -> list[str]:
+    """The first user turns among the first rows of each file of conversations; none of other rows."""
     questions: list[str] = []
-    with path.open(encoding="utf-8-sig") as file:
-        for line in file:
-            try:
-                messages = json.loads(line)["messages"]
-                question = next(m["content"] for m in messages if m["role"] == "user")
-            except (ValueError, KeyError, TypeError, StopIteration):
-                continue
-            if question not in questions:
-                questions.append(question)
-            if len(questions) == NUM_PROMPTS:
-                break
-    return questions
+    for source in sources:
+        try:
+            for file in files_of(Path(source.path)):
+                for record in read_records(file, _LOOKED_AT):
+                    questions += _questions(record.value)
+        except ConfigError:  # answers are an extra
+            continue
+    return list(dict.fromkeys(questions))[:NUM_PROMPTS]
+
+
+def _questions(value: Any) -> list[str]:
+    kind = format_of(value)
+    if kind not in ("messages", "sharegpt"):
+        return []
+    try:
+        messages = read_turns(value).messages
+    except BadRow:
+        return []
+    return [turn["content"] for turn in messages if turn["role"] == "user" and isinstance(turn["content"], str)][:1]

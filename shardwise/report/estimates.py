@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -65,6 +66,19 @@ def _errors(values: dict[str, float]) -> str:
 
 
 def _reasons(rows: Sequence[dict[str, Any]]) -> str:
-    reasons = dict.fromkeys(row["skipped"] for row in rows if row["skipped"])
-    shown = "; ".join(list(reasons)[:3])
+    """Each reason with the first row that it holds for."""
+    reasons: dict[str, str] = {}
+    for row in rows:
+        if row["skipped"]:
+            reasons.setdefault(row["skipped"], row["id"])
+    shown = "; ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:3])
     return shown + ("; ..." if len(reasons) > 3 else "")
+
+
+def show_calibration(found: dict[str, Any], path: Path, console: Console) -> None:
+    """What a calibration found, and what it is worth."""
+    numbers = ", ".join(f"{name} {found['stack'][name]:.4g}" for name in found["fitted"])
+    console.print(f"fitted to {found['configurations']} configurations: {numbers}")
+    console.print(f"step time as the profile came: {_errors(found['before'])}")
+    console.print(f"step time of each run, predicted from the others: {_errors(found['after'])}")
+    console.print(f"wrote {path}: plan with --cluster {path}")

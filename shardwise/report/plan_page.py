@@ -24,6 +24,12 @@ _COLOURS = (
     "#b5b045",
     "#4aa6ab",
 )
+_PASS_COLOURS = {
+    "forward": _COLOURS[0],
+    "backward": _COLOURS[1],
+    "backward_input": _COLOURS[1],
+    "backward_weight": _COLOURS[2],
+}
 _STYLE = (
     "body{font:15px sans-serif;max-width:900px;margin:2em auto;color:#222}"
     "table{border-collapse:collapse}td,th{padding:.2em .6em;text-align:left;border-bottom:1px solid #ddd}"
@@ -120,7 +126,7 @@ def _memory_plot(job: Job, found: Found) -> str:
 
 
 def _timeline_plot(job: Job, found: Found) -> str:
-    """A row a pipeline rank; forward passes in one colour, backward passes in the other."""
+    """A row a pipeline rank; forward and backward passes, and second halves of these, in a colour each."""
     passes = timeline(job, found.plans[0].candidate)
     end, row = max(one.end for one in passes), 18
     scale = (_WIDTH - _MARGIN - 10) / end
@@ -129,7 +135,7 @@ def _timeline_plot(job: Job, found: Found) -> str:
         shape = f'x="{_MARGIN + one.start * scale:.2f}" y="{one.rank * row + 2}" height="{row - 3}"'
         shape += f' width="{max((one.end - one.start) * scale - 0.4, 0.3):.2f}"'
         title = f"<title>{one.kind} of micro-batch {one.micro_batch}, stage {one.stage}</title>"
-        parts.append(f'<rect {shape} fill="{_COLOURS[one.kind == "backward"]}">{title}</rect>')
+        parts.append(f'<rect {shape} fill="{_PASS_COLOURS[one.kind]}">{title}</rect>')
     ranks = max(one.rank for one in passes) + 1
     parts += [_text(_MARGIN - 6, rank * row + 14, f"rank {rank}", "end") for rank in range(ranks)]
     parts.append(_text(_WIDTH - 10, ranks * row + 14, f"{end:.3g} s", "end"))

@@ -7,7 +7,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.planner.explain import batch_equation, describe, legal_degrees, loss, memory_line, placement, why
+from shardwise.planner.explain import (
+    MEMORY_OF,
+    batch_equation,
+    describe,
+    legal_degrees,
+    loss,
+    memory_line,
+    placement,
+    why,
+)
 from shardwise.planner.job import Found, Job
 from shardwise.report.console import show_line
 from shardwise.units import format_bytes, format_count
@@ -23,6 +32,7 @@ def show_plans(job: Job, found: Found, console: Console) -> None:
     show_line(console, "cluster", f"{job.devices} x {job.cluster.name}, {limit} of each to fill")
     rows = f"{job.rows} rows of {job.work.sequence} tokens a step, {job.work.precision}"
     show_line(console, "work", rows)
+    show_line(console, "memory", f"that of {MEMORY_OF}")
     console.print(_table(job, found))
     show_line(console, "batch", batch_equation(job, found.plans[0].candidate))
     for sentence in why(job, found):

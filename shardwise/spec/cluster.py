@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError
 
+DeviceType = Literal["cpu", "cuda", "npu"]
+_ENTRY_ONLY = ("aliases", "source")  # of an entry in a list of profiles
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "bandwidth_efficiency")
 
 
@@ -50,6 +52,8 @@ class Chip:
         attention_efficiency: share of the peak that a fused attention forward pass reaches at head size 128.
         bandwidth_efficiency: share of the memory bandwidth that elementwise operators reach.
         kernel_seconds: the least time of a kernel.
+        shared: processes at work at once for each core that they have; all speeds are those with all of them at work,
+            and one that waits leaves its share to the others. 1 for devices of their own.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Chip:
     attention_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.8
     kernel_seconds: float = 3e-6
+    shared: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class ClusterSpec:
     """Devices of one chip on levels of links.
 
     ``devices_per_node`` share a host. ``links`` go from the inside out; the last one reaches all devices.
+    ``device_type`` is what torch calls the devices.
     """
 
     name: str
@@ -91,6 +97,7 @@ class ClusterSpec:
     stack: Stack
     devices_per_node: int
     links: tuple[Link, ...]
+    device_type: DeviceType = "cuda"
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s.
@@ -108,18 +115,20 @@ class ClusterSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ClusterSpec:
-        """The inverse of :meth:`to_json`.
+        """The inverse of :meth:`to_json`; takes an entry of ``profiles/clusters.json`` too, which may name no stack.
 
         Raises:
             ConfigError: a field that is missing or unknown.
         """
         try:
+            stack = data.get("stack")
             made = {
-                "chip": Chip(**data["chip"]),
-                "stack": Stack(**data["stack"]),
+                "chip": Chip(**{"name": data["name"], **data["chip"]}),
+                "stack": load_stack("shardwise", data["name"]) if stack is None else Stack(**stack),
                 "links": tuple(Link(**link) for link in data["links"]),
             }
-            return _checked(cls(**{**data, **made}))
+            fields_of_profile = {name: value for name, value in data.items() if name not in _ENTRY_ONLY}
+            return _checked(cls(**{**fields_of_profile, **made}))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError("cluster profile", f"is damaged ({error})", "Write it again") from None
 
@@ -127,6 +136,11 @@ class ClusterSpec:
 def _checked(cluster: ClusterSpec) -> ClusterSpec:
     """Refuse a profile of a file that no formula could work with."""
     chip, stack = cluster.chip, cluster.stack
+    if cluster.device_type not in get_args(DeviceType):
+        value = f"cluster profile: device_type = {cluster.device_type!r}"
+        raise ConfigError(value, f"must be one of {', '.join(get_args(DeviceType))}", "Correct the file")
+    if not isinstance(chip.shared, int | float) or not 1 <= chip.shared < float("inf"):
+        raise ConfigError(f"cluster profile: chip.shared = {chip.shared!r}", "must be 1 or above", "Correct the file")
     numbers: dict[str, Any] = {f"chip.{name}": getattr(chip, name) for name in _ABOVE_ZERO}
     numbers |= {f"chip.peak_flops.{name}": value for name, value in chip.peak_flops.items()}
     numbers |= {"devices_per_node": cluster.devices_per_node, "stack.slowdown": stack.slowdown}
@@ -158,9 +172,7 @@ def load_cluster(name: str, stack: str = "shardwise") -> ClusterSpec:
         near = nearest(_plain(name), list(known))
         remedy = f"Did you mean {near}?" if near else f"Known: {', '.join(cluster_names())}"
         raise ConfigError(f"cluster = {name!r}", "there is no such profile", remedy)
-    chip = Chip(name=data["name"], **data["chip"])
-    links = tuple(Link(**link) for link in data["links"])
-    return ClusterSpec(data["name"], chip, load_stack(stack, data["name"]), data["devices_per_node"], links)
+    return replace(ClusterSpec.from_json(data), stack=load_stack(stack, data["name"]))
 
 
 def load_stack(name: str, chip: str) -> Stack:

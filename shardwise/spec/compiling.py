@@ -32,6 +32,8 @@ def compile_rule(run: RunConfig, plan: Plan, num_steps: int, compiler_available:
         return False, f"blocks run eagerly: the masks of lora.dropout = {run.lora.dropout} do not compile"
     if plan.model.num_experts:
         return False, "blocks run eagerly: the loop over experts does not compile"
+    if plan.strategy.schedule == "zero_bubble":
+        return False, "blocks run eagerly: zero_bubble runs their backward passes in two halves, which do not compile"
     seconds = block_seconds(run, plan, num_steps)
     saved, cost = SAVED_SHARE * seconds, COMPILE_SECONDS[plan.device_type]
     facts = f"about {saved:.0f} s of {seconds:.0f} s in {num_steps} steps, and takes about {cost:.0f} s"

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from shardwise.errors import PlanError
+from shardwise.spec.cluster import DeviceType
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.strategy import AXES, ScheduleName, Strategy, legal_tensor_degrees
 
 SCHEMA = 1
 _FP32_BYTES = 4
-DeviceType = Literal["cpu", "cuda", "npu"]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What runs: a model, its split over ``devices`` processes, and the rows of an optimizer step.
 
-    ``table`` is the sharding table as JSON, None where the workers derive it from the model.
+    ``table`` is the sharding table as JSON, None where the workers derive it from the model. ``predicted`` is what the
+    planner expects of it (``step_seconds``, ``memory_bytes`` of the fullest process), None where it was not asked.
     """
 
     model: ModelSpec
@@ -30,6 +31,7 @@ class Plan:
     device_type: DeviceType
     table: dict[str, Any] | None = None
     schema: int = SCHEMA
+    predicted: dict[str, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what no rank could execute, also in a plan that was edited by hand.
@@ -75,6 +77,7 @@ class Plan:
             "device_type": self.device_type,
             "devices": self.devices,
             "table": self.table,
+            "predicted": self.predicted,
         }
 
     @classmethod
@@ -97,6 +100,7 @@ class Plan:
                 global_batch_size=data["global_batch_size"],
                 device_type=data["device_type"],
                 table=data["table"],
+                predicted=data.get("predicted"),
             )
             devices = data["devices"]
         except KeyError as error:
@@ -138,6 +142,9 @@ def _check_stages(strategy: Strategy, num_blocks: int) -> None:
         rule = f"a rank has several stages under the schedule interleaved and pp above 1 alone (pp is {strategy.pp})"
         value = f"plan with schedule {schedule} and virtual_stages = {virtual}"
         raise PlanError(value, rule, "Make the plan again")
+    if schedule == "zero_bubble" and strategy.pp < 2:
+        rule = "puts off gradients of weights to where a pipeline would wait"
+        raise PlanError(f"plan with schedule {schedule} and pp = {strategy.pp}", rule, "Make the plan again")
     if len(stages) != strategy.num_stages or sum(stages) != num_blocks or min(stages) < 1:
         rule = f"must be {strategy.num_stages} numbers above 0 that sum to the model's {num_blocks} blocks"
         raise PlanError(f"plan with stages {list(stages)}", rule, "Make the plan again")

@@ -16,17 +16,13 @@ from pydantic_core import ErrorDetails
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
-from shardwise.spec.run import TRACKERS, RunConfig, tracker_names
+from shardwise.spec.run import TRACKERS, RunConfig, data_sources, tracker_names
 
 BEST_METRICS = ("eval_loss",)
-DATA_FORMATS = ("auto", "tokens", "messages", "pairs")
 
 # Keys of the contract whose feature is not built yet: the values that leave the feature out.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
-    "data.format": DATA_FORMATS,
-    "data.packing": (False,),
-    "data.val_size": (None, 0.0),
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
 }
@@ -162,7 +158,7 @@ def _check_available(run: RunConfig) -> None:
         value = get(run, key)
         if value not in neutral:
             works = next((choice for choice in neutral if choice not in (None, ())), None)
-            names = ", ".join(map(str, neutral)) if key == "data.format" else str(works).lower()
+            names = str(works).lower()
             shown = (
                 f"{key} = {value.model_dump(exclude_unset=True)}"
                 if isinstance(value, BaseModel)
@@ -223,6 +219,21 @@ def _check_length(run: RunConfig) -> None:
         not (warmup_steps and ratio),
         f"train.warmup_steps = {warmup_steps} and train.warmup_ratio = {ratio}",
         "only one of them can set the warm-up",
+        "Give one of them",
+    )
+
+
+def _check_packing(run: RunConfig) -> None:
+    _refuse(
+        not (run.data.group_by_length and run.data.packing),
+        "data.group_by_length = true with data.packing = true",
+        "both are against padding, and packing leaves none to group for",
+        "Give one of them",
+    )
+    _refuse(
+        run.data.shuffle or not run.data.group_by_length,
+        "data.group_by_length = true with data.shuffle = false",
+        "it changes the order of the rows, which is to be that of the file",
         "Give one of them",
     )
 
@@ -308,13 +319,49 @@ def _check_best(run: RunConfig) -> None:
     )
 
 
+def _check_data(run: RunConfig) -> None:
+    for key, given in (("data.train", run.data.train), ("data.eval", run.data.eval)):
+        _refuse(
+            not isinstance(given, tuple) or len(given) > 0,
+            f"{key} = []",
+            "names no source of rows",
+            f"Give {key}=FILE.jsonl",
+        )
+    weights = [source.weight for source in data_sources(run.data.train)]
+    _refuse(
+        None not in weights or not any(weights),
+        f"data.train with the weights {weights}",
+        "either all sources have a weight or none",
+        "Give each a weight, such as {path: FILE, weight: 1}",
+    )
+    _refuse(
+        not any(source.weight for source in data_sources(run.data.eval)),
+        "data.eval with weights",
+        "rows are evaluated once each",
+        "Leave the weights out",
+    )
+    size = run.data.val_size or None
+    _refuse(
+        size is None or run.data.eval is None,
+        f"data.val_size = {size} and data.eval = {run.data.eval!r}",
+        "are two ways to name the rows to evaluate",
+        "Give one of them",
+    )
+    _refuse(
+        size is None or size < 1 or size == int(size),
+        f"data.val_size = {size}",
+        "must be a share below 1, or a whole number of rows",
+        f"Use data.val_size={int(size or 0)}",
+    )
+
+
 def _check_eval(run: RunConfig) -> None:
     _check_interval("eval", run.eval.strategy, run.eval.steps)
     _refuse(
-        run.eval.strategy == "no" or run.data.eval is not None,
+        run.eval.strategy == "no" or run.data.eval is not None or bool(run.data.val_size),
         f"eval.strategy = {run.eval.strategy!r}",
         "needs rows to evaluate",
-        "Give data.eval=FILE, or eval.strategy=no",
+        "Give data.eval=FILE or data.val_size=0.05, or eval.strategy=no",
     )
     patience = run.train.early_stopping_patience
     _refuse(
@@ -369,6 +416,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_schedule, _check_length, _check_optimizer, _check_compile),
-    *(_check_save, _check_eval, _check_lora, _check_log),
+    *(_check_available, _check_batch, _check_schedule, _check_length, _check_packing, _check_optimizer),
+    *(_check_compile, _check_save, _check_data, _check_eval, _check_lora, _check_log),
 )

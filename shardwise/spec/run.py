@@ -28,6 +28,8 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 Precision = Literal["fp32", "bf16"]  # in which training computes
+# What the rows of a data file look like; auto: found by looking at them.
+DataFormat = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "pairs", "text"]
 
 
 class _Section(BaseModel):
@@ -45,21 +47,47 @@ class _Section(BaseModel):
         raise ValueError("must not be true or false")
 
 
+class SourceConfig(_Section):
+    """One of several sources of rows; ``weight`` is its share of an epoch, ``format`` its own."""
+
+    path: str
+    weight: float | None = Field(default=None, gt=0.0)
+    format: DataFormat | None = None
+
+
+Sources = str | tuple[SourceConfig, ...] | None
+
+
 class DataConfig(_Section):
     """Where the rows come from, and in which order they are used."""
 
-    train: str | None = None
-    eval: str | None = None
-    val_size: float | None = None
+    train: Sources = None
+    eval: Sources = None
+    val_size: float | None = Field(default=None, ge=0.0)  # below 1 a share of the rows, else their number
     max_samples: PositiveInt | None = None
-    format: str = "auto"  # which ones there are: shardwise.spec.rules
+    format: DataFormat = "auto"
     max_length: PositiveInt | None = None
     on_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    loss: Literal["assistant", "last_turn", "all_turns", "text"] = "assistant"
     packing: bool = False
+    group_by_length: bool = False
     shuffle: bool = True
     seed: Seed | None = None  # None: train.seed
     drop_last: bool = False
     on_bad_rows: Literal["refuse", "skip"] = "refuse"
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _names_are_sources(cls, value: Any) -> Any:
+        """``[a.jsonl, b.jsonl]`` is a list of sources without weights."""
+        if not isinstance(value, list | tuple):
+            return value
+        return [{"path": item} if isinstance(item, str) else item for item in value]
+
+
+def data_sources(given: Sources) -> tuple[SourceConfig, ...]:
+    """The sources of ``data.train`` or ``data.eval``, in their order."""
+    return (SourceConfig(path=given),) if isinstance(given, str) else given or ()
 
 
 class TrainConfig(_Section):
@@ -99,7 +127,7 @@ class StrategyConfig(_Section):
     cp: PositiveInt | None = None
     ep: PositiveInt | None = None
     sequence_parallel: bool = False
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     virtual_stages: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
     gradient_aggregation_group: PositiveInt | None = None

@@ -1,6 +1,7 @@
 """Pipeline schedules as action lists: the same lists are simulated by the planner and executed.
 
-An action is the forward or the backward pass of one micro-batch on one stage. Communication is not
+An action is the forward or the backward pass of one micro-batch on one stage, or one half of a backward pass: the
+gradients of inputs, which the stage before waits for, or those of weights, which can wait. Communication is not
 listed: it follows from the order (a forward needs its input, a backward its gradient). Imports no torch.
 """
 
@@ -9,12 +10,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
 
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
     stage: int
-    kind: Literal["forward", "backward"]
+    kind: Kind
     micro_batch: int
 
 
@@ -56,6 +59,39 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> ActionLists:
                 actions.append(Action(stage, "forward", micro_batch + ahead))
         lists[stage] = actions
     return lists
+
+
+def zero_bubble(num_stages: int, num_micro_batches: int) -> ActionLists:
+    """ZB-H1 (Qi et al. 2023, arXiv:2401.10241, section 2.3): 1F1B whose backward passes run in two halves.
+
+    Stage s runs the gradients of inputs as 1F1B runs backward passes, and those of weights s micro-batches later; what
+    is left of them fills the time in which 1F1B waits at the end. With equal passes the bubble is a third of 1F1B's:
+    (p - 1) (F + B - W) in place of (p - 1) (F + B + W). No stage holds more than p micro-batches, in part or whole.
+    The first stage has nobody to send to, so it runs whole backward passes.
+
+    Raises:
+        ValueError: with fewer micro-batches than stages (the pipeline would never be full).
+    """
+    if num_micro_batches < num_stages:
+        raise ValueError(f"zero_bubble needs at least {num_stages} micro-batches for {num_stages} stages")
+    lists = {0: one_f_one_b(num_stages, num_micro_batches)[0]}
+    for stage in range(1, num_stages):
+        ahead = num_stages - stage
+        actions = [Action(stage, "forward", m) for m in range(ahead)]
+        for micro_batch in range(num_micro_batches):
+            actions.append(Action(stage, "backward_input", micro_batch))
+            if micro_batch >= stage:
+                actions.append(Action(stage, "backward_weight", micro_batch - stage))
+            if micro_batch + ahead < num_micro_batches:
+                actions.append(Action(stage, "forward", micro_batch + ahead))
+        first_left = max(num_micro_batches - stage, 0)
+        lists[stage] = actions + [Action(stage, "backward_weight", m) for m in range(first_left, num_micro_batches)]
+    return lists
+
+
+def splits_backward(schedule: str, stage: int) -> bool:
+    """Whether a stage runs its backward passes in two halves under a schedule."""
+    return schedule == "zero_bubble" and stage > 0
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
@@ -112,13 +148,17 @@ def action_lists(schedule: str, num_ranks: int, num_micro_batches: int, virtual_
     """The lists of a schedule by its name in run.yaml; only ``interleaved`` has several stages on a rank."""
     if schedule == "interleaved":
         return interleaved(num_ranks, num_micro_batches, virtual_stages)
-    return {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule](num_ranks, num_micro_batches)
+    plain = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
+    return plain[schedule](num_ranks, num_micro_batches)
 
 
 def peak_activations(actions: list[Action]) -> int:
-    """The most passes (of a micro-batch through a stage) whose activations one rank holds at the same time."""
+    """The most passes (of a micro-batch through a stage) whose activations one rank holds at the same time.
+
+    Of a backward pass in halves some are held until the second one.
+    """
     alive = peak = 0
     for action in actions:
-        alive += 1 if action.kind == "forward" else -1
+        alive += {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}[action.kind]
         peak = max(peak, alive)
     return peak

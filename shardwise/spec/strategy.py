@@ -13,7 +13,7 @@ from shardwise.spec.run import RunConfig, StrategyConfig
 
 DEFAULT_GLOBAL_BATCH_SIZE = 8
 DEFAULT_VIRTUAL_STAGES = 2
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # mesh order: tensor parallel on neighbouring ranks
 
 
@@ -119,6 +119,10 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
     if run.train.compile and model.num_experts:
         rule = f"the loop over the {model.num_experts} experts of a block does not compile"
         raise PlanError("train.compile = true", rule, "Use train.compile=false")
+    if run.train.compile and given.schedule == "zero_bubble":
+        rule = "a compiled block computes the gradients of its inputs and of its weights in one go"
+        remedy = "Use strategy.schedule=1f1b, or train.compile=false"
+        raise PlanError("train.compile = true with strategy.schedule = zero_bubble", rule, remedy)
     tp = _tensor_degree(given.tp, model)
     pp, stages = _pipeline_stages(given, model.num_blocks)
     replicate, shard = _data_degrees(run, pp * tp, local_devices)
@@ -173,6 +177,11 @@ def _pipeline_stages(given: StrategyConfig, num_blocks: int) -> tuple[int, tuple
         rule = "several stages take turns on each rank of a pipeline, and strategy.pp is 1"
         raise PlanError(
             "strategy.schedule = interleaved", rule, "Give strategy.pp=2 or more, or strategy.schedule=1f1b"
+        )
+    if given.schedule == "zero_bubble" and pp == 1:
+        rule = "puts off gradients of weights to where a pipeline would wait, and strategy.pp is 1"
+        raise PlanError(
+            "strategy.schedule = zero_bubble", rule, "Give strategy.pp=2 or more, or strategy.schedule=1f1b"
         )
     if pp * virtual > num_blocks:
         rule = f"the model has {num_blocks} blocks, and each stage needs one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, saved_state
 from shardwise.errors import CheckpointError
@@ -80,3 +81,29 @@ def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
         lora = saved["lora"]  # on which modules is known when the model has been built
     identity = RunIdentity(plan.model.hash, run.train.optimizer, saved.get("data", ""), lora)
     identity.check(saved, checkpoint)
+
+
+def check_order(saved: dict[str, Any], run: RunConfig, checkpoint: Path) -> None:
+    """Refuse to go on in the middle of an epoch in another order: some of its rows would come twice, others never.
+
+    Args:
+        saved: the state that the checkpoint holds.
+
+    Raises:
+        CheckpointError: the key that differs.
+    """
+    if not saved["train"]["loader"]["rows_seen"]:
+        return
+    before, now = saved["run"], run.model_dump(mode="json")
+    orders = []
+    for tree in (before, now):
+        data, seed = tree["data"], tree["train"]["seed"]
+        order = {"data.shuffle": data["shuffle"], "data.group_by_length": data.get("group_by_length", False)}
+        if data["shuffle"]:
+            order["data.seed"] = seed if data["seed"] is None else data["seed"]
+        orders.append(order)
+    for key, value in orders[0].items():
+        if orders[1].get(key) != value:
+            shown, other = str(value).lower(), str(orders[1].get(key)).lower()
+            rule = f"it stands in the middle of an epoch in the order of {key} = {shown}, that of this run is {other}"
+            raise CheckpointError(f"resume from {checkpoint}", rule, f"Use {key}={shown}, or start anew with resume=no")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,15 +14,12 @@ from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.hf import load_slices
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
-from shardwise.data.memory import MemoryData, memory_records
-from shardwise.data.rows import Row, load_rows
+from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta
 from shardwise.models.describe import describe_sizes
 from shardwise.models.init import distributions, fill_random
 from shardwise.models.lora import Adapters, find_adapters
 from shardwise.models.structure import find_structure
-from shardwise.models.tokenizer import load_tokenizer
-from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
@@ -133,45 +129,7 @@ def declared_dtype(folder: Path) -> torch.dtype:
     return dtype or torch.float32
 
 
-def read_rows(
-    path: str,
-    run: RunConfig,
-    plan: Plan,
-    say: Callable[[str], None],
-    memory: MemoryData | None = None,
-    max_samples: int | None = None,
-) -> list[Row]:
-    """The rows of a data file, read and tokenised once, by rank 0, and handed to all.
-
-    ``path`` may be a name that ``memory`` gives a data set to; only rank 0's is looked at.
-
-    Raises:
-        ShardwiseError: rank 0's refusal, on every rank.
-    """
-    memory = memory or MemoryData()
-
-    def read() -> list[Row]:
-        known = path in memory.datasets
-        return load_rows(
-            Path(path),
-            run,
-            vocab_size=plan.model.vocab_size,
-            records=memory_records(memory.datasets[path], path, max_samples) if known else None,
-            tokenizer=lambda: memory.tokenizer or load_tokenizer(Path(run.tokenizer or run.model)),
-            max_positions=plan.model.max_position_embeddings,
-            max_samples=max_samples,
-            notify=say,
-        )
-
-    return from_rank_0(read)
-
-
-def data_fingerprint(rows: list[Row]) -> str:
-    """Names a data set by its rows before they are cut to length, so that a resume on another one is refused."""
-    return hashlib.sha256("".join(row.fingerprint for row in rows).encode()).hexdigest()[:16]
-
-
-def make_loader(rows: list[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> Loader:
+def make_loader(rows: Sequence[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> Loader:
     """The loader of this rank's rows."""
     seed = run.data.seed if run.data.seed is not None else run.train.seed
     settings = LoaderSettings(
@@ -184,5 +142,9 @@ def make_loader(rows: list[Row], run: RunConfig, plan: Plan, mesh: Mesh) -> Load
         seed=seed,
         drop_last=run.data.drop_last,
         log_rows=run.log.rows,
+        packing=run.data.packing,
+        # No further than the positions that the model has, since padding counts on from the last row.
+        pack_length=min(run.data.max_length, plan.model.max_position_embeddings) if run.data.max_length else None,
+        group_by_length=run.data.group_by_length,
     )
     return Loader(rows, settings)

@@ -34,6 +34,7 @@ class Status:
         first_step: steps that were done before this start, None until it has begun.
         restarts: how often the launcher has started the workers again after a failure.
         restart_seconds: from the last failure to the end of the first step after it; None without one.
+        prediction: of a run that was planned, what was predicted and what was measured (:mod:`.predicted`).
     """
 
     state: Literal["running", "done", "refused", "failed", "stopped"] = "running"
@@ -46,6 +47,7 @@ class Status:
     first_step: int | None = None
     restarts: int = 0
     restart_seconds: float | None = None
+    prediction: dict[str, Any] | None = None
 
 
 def write_status(output_dir: Path, status: Status) -> None:

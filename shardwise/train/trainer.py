@@ -209,6 +209,7 @@ class Trainer:
             "num_tokens": batch.num_tokens,
             "num_input_tokens": batch.num_input_tokens,
             "num_rows": batch.num_rows,
+            **({"fill_rate": batch.fill_rate} if self.parts.run.data.packing else {}),
             "step_seconds": seconds,
             "tokens_per_second": batch.num_input_tokens / running if running else 0.0,
             **self.throughput.metrics(lengths, running),

@@ -14,6 +14,9 @@ from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
+from shardwise.data.prepared import data_folder, num_cores
+from shardwise.models.packing import check_packing
+from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
@@ -26,17 +29,19 @@ from shardwise.tensor.cache import TableCache, cache_folder
 from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
+from shardwise.train.data import DataReader
 from shardwise.train.early_stopping import EarlyStopping
-from shardwise.train.identity import RunIdentity, after_restart, chosen_checkpoint
+from shardwise.train.identity import RunIdentity, after_restart, check_order, chosen_checkpoint
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.predicted import PredictionReport
 from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.restarts import TellsRestart
 from shardwise.train.saving import TrainState, changes, intact_checkpoint, lora_fingerprint, restore
-from shardwise.train.setup import Blueprint, data_fingerprint, load_model, make_loader, read_rows
+from shardwise.train.setup import Blueprint, load_model, make_loader
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -75,7 +80,9 @@ def make_trainer(
     parts = build_parts(run, plan, context, memory, compiler_available)
     state, checkpoint = _start(parts)
     cache = [CompilerCache(context.local_rank, os.environ)] if parts.run.train.compile else []
-    told = [TellsRestart(context.restart, view.say)] if context.restart is not None else []
+    told: list[Callback] = [TellsRestart(context.restart, view.say)] if context.restart is not None else []
+    if plan.predicted:
+        told.append(PredictionReport(plan.predicted, view.say))
     return Trainer(parts, state, view, [*run_callbacks(run, checkpoint, view.say), *told, *cache, *callbacks])
 
 
@@ -115,9 +122,12 @@ def build_parts(
 
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
+    if run.data.packing:
+        from_rank_0(lambda: check_packing(blueprint.model))
     assert run.data.train is not None
-    rows = read_rows(run.data.train, run, plan, say, memory, run.data.max_samples)
-    identity = _checked_identity(run, plan, context, data_fingerprint(rows))
+    reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
+    rows, apart = reader.train_rows()
+    identity = _checked_identity(run, plan, context, rows.fingerprint)
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
@@ -126,7 +136,7 @@ def build_parts(
         if context.rank == 0:
             (context.output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
     _say_what_becomes_of_rows(loader, say)
-    eval_rows = read_rows(run.data.eval, run, plan, say, memory) if run.data.eval else None
+    eval_rows = reader.eval_rows() or apart
     meter = MemoryMeter(device)
     was_measured = plan.model.measured
     loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(cache_folder(os.environ)))
@@ -156,7 +166,9 @@ def _checked_identity(run: RunConfig, plan: Plan, context: WorkerContext, data: 
     identity = RunIdentity(plan.model.hash, run.train.optimizer, data)
     checkpoint = chosen_checkpoint(run, context.output_dir / CHECKPOINTS)
     if checkpoint is not None:
-        identity.check(saved_state(checkpoint)["identity"], checkpoint, ("model", "optimizer", "data"))
+        saved = saved_state(checkpoint)
+        identity.check(saved["identity"], checkpoint, ("model", "optimizer", "data"))
+        check_order(saved, run, checkpoint)
     return identity
 
 
@@ -167,6 +179,9 @@ def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> Non
     elif num_rows < global_batch_size:
         few = f"{num_rows} rows are fewer than the global batch of {global_batch_size}"
         say(f"data: {few}: each epoch is one step with all of them")
+    if loader.settings.packing:
+        packed, unpacked = loader.fill_rates()
+        say(f"packing   {packed:.1%} of the tokens of a step are no padding; {unpacked:.1%} without packing")
 
 
 def _compiled_by_rule(

@@ -74,6 +74,10 @@ def test_a_harmless_field_says_why_it_has_no_effect(name: str) -> None:
         ({"eval_strategy": "steps", "logging_steps": 5}, {"eval.strategy": "steps", "eval.steps": 5, "log.steps": 5}),
         ({"use_cpu": True}, {"device": "cpu"}),
         ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            {"data.shuffle": True, "data.group_by_length": True},
+        ),
         ({"resume_from_checkpoint": True}, {"resume": "auto"}),
         ({"pp": 2, "tp": 2, "max_length": 9}, {"strategy.pp": 2, "strategy.tp": 2, "data.max_length": 9}),
         ({"log.rows": True}, {"log.rows": True}),

@@ -65,7 +65,8 @@ WRONG = [
     _row("lora scaled by zero", "lora.alpha=0", "lora.alpha = 0", "lora.alpha: 16"),
     _row("lora switched off and on", "use_lora=false;lora.r=4", "use_lora = false", "contradict"),
     _row("lora of rank zero", "lora.r=0", "lora.r = 0", "greater than 0"),
-    _row("feature not built: packing", "data.packing=true", "data.packing", "not available in this version"),
+    _row("packing and grouping", "data.packing=true;data.group_by_length=true", "group_by_length", "one of them"),
+    _row("grouping in file order", "data.shuffle=false;data.group_by_length=true", "data.shuffle = false", "the file"),
     _row("feature not built: context parallel", "cp=2", "strategy.cp = 2", "not available in this version"),
     _row(
         "compiled adapters with dropout", "train.compile=true;lora.dropout=0.1", "lora.dropout = 0.1", "compile: false"
@@ -81,6 +82,15 @@ WRONG = [
     _row("more stages than blocks", "pp=5", "strategy.pp = 5", "4 blocks", "1 to 4"),
     _row("several stages under 1f1b", "pp=2;virtual_stages=2", "virtual_stages = 2", "is 1f1b", "interleaved"),
     _row("interleaved on one rank", "schedule=interleaved", "interleaved", "strategy.pp is 1", "strategy.pp=2"),
+    _row("halves on one rank", "schedule=zero_bubble", "zero_bubble", "strategy.pp is 1", "strategy.pp=2"),
+    _row("halves of two chunks", "pp=2;schedule=zero_bubble;virtual_stages=2", "virtual_stages = 2", "is zero_bubble"),
+    _row(
+        "compiled halves",
+        "pp=2;schedule=zero_bubble;train.compile=true",
+        "train.compile = true",
+        "zero_bubble",
+        "compile=false",
+    ),
     _row("more chunks than blocks", "pp=2;schedule=interleaved;virtual_stages=3", "4 blocks", "virtual_stages=2"),
     _row("stages do not sum", "pp=2;stages=[2, 3]", "[2, 3]", "sums to 5", "[2, 2]"),
     _row("stages do not match pp", "pp=2;stages=[1, 1, 2]", "3 entries", "[2, 2]"),
@@ -100,7 +110,8 @@ WRONG = [
     _row("pickled weights", "model={root}/pickled", "pytorch_model.bin", "safetensors"),
     _row("no weights", "model={root}/weightless", "safetensors", "model_init=random"),
     _row("no such data", "data.train={root}/none.jsonl", "none.jsonl", "no such file"),
-    _row("data is a folder", "data.train={root}/tiny", "data.train", "is a folder"),
+    _row("rows set apart twice", "data.val_size=0.5;data.eval={root}/rows.jsonl", "data.val_size = 0.5", "one of them"),
+    _row("unknown format", "data.format=shargpt", "data.format = 'shargpt'", "sharegpt?"),
     _row("output of another run", "output_dir={root}/used", "is not empty", "resume=auto", "overwrite=true"),
     _row("output is a file", "output_dir={root}/rows.jsonl", "rows.jsonl", "is a file"),
     _row(

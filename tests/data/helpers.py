@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.data.rows import Row, load_rows
+from shardwise.data.rows import Row, Rows, Source, load_rows
 from shardwise.spec.run import DataConfig, RunConfig
 
 CHATML = (
@@ -44,20 +44,23 @@ def no_tokenizer() -> Any:
     raise AssertionError("token rows need no tokenizer")
 
 
-def load(path: Path, vocab_size: int = 132, **given: Any) -> list[Row]:
+def load(path: Path, vocab_size: int = 132, **given: Any) -> Rows:
     """``load_rows`` with the keys of ``data`` among the arguments."""
     data = {key: given.pop(key) for key in list(given) if key in DataConfig.model_fields}
     run = RunConfig(model="m", chat_template=given.pop("chat_template", None), data=DataConfig(**data))
     given.setdefault("tokenizer", no_tokenizer)
-    return load_rows(path, run, vocab_size=vocab_size, max_samples=run.data.max_samples, **given)
+    source = Source(path, run, vocab_size, given.pop("max_positions", None), run.data.max_samples)
+    return load_rows(source, **given)
 
 
-def make_tokenizer(template: str | None = CHATML, *, adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained here, with ChatML's marks as special tokens."""
+def make_tokenizer(
+    template: str | None = CHATML, *, adds_bos: bool = False, marks: bool = True
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained here, with ChatML's marks as special tokens if it has ``marks``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    special = ["<s>", "</s>", *(["<|im_start|>", "<|im_end|>"] if marks else [])]
     trainer = trainers.BpeTrainer(
         vocab_size=500,
         special_tokens=special,

@@ -112,6 +112,7 @@ def test_the_loss_ends_with_the_turn_also_without_a_mark(tmp_path: Path) -> None
     row = load_one(tmp_path, tokenizer, conversation("user:4", "assistant:Hello", "user:2", "assistant:you"))
     tokens = zip(tokenizer.convert_ids_to_tokens(row.input_ids.tolist()), row.labels.tolist(), strict=True)
     assert [token for token, label in tokens if label == -100] == ["4", "2"]
+    assert row.input_ids[-1] == row.labels[-1] == tokenizer.eos_token_id  # or the model would not learn to stop
 
 
 @pytest.mark.parametrize("printed", [False, True])
@@ -136,8 +137,8 @@ def test_a_token_that_a_merge_draws_over_the_border_holds_the_answer(tmp_path: P
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     row = load_one(tmp_path, tokenizer, conversation("user:Hel", "assistant:lo there"))
     answered = tokenizer.decode(row.labels[row.labels != -100])
-    assert "Hello there".endswith(answered)
-    assert answered.endswith("lo there")
+    assert "Hello there</s>".endswith(answered)
+    assert answered.endswith("lo there</s>")
 
 
 @pytest.mark.parametrize(
@@ -149,12 +150,12 @@ def test_a_token_that_a_merge_draws_over_the_border_holds_the_answer(tmp_path: P
         ({"messages": [{"role": "user", "content": None}]}, "turn 1 (user) has no content"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "turn 2 (assistant) has no content"),
         (conversation("user:a", "assistant: "), "turn 2 (assistant) has empty content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "list as content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "part of type 'text'"),
         (conversation("user:a"), "no turn of the assistant"),
         (conversation("user:a", "assistant:b", "user:c"), "ends with a turn of role user"),
-        (conversation("human:a", "gpt:b"), "role 'human'"),
+        (conversation("alien:a", "gpt:b"), "role 'alien'"),
         ({"messages": [{"from": "human", "value": "a"}]}, "ShareGPT"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "role ['user']"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "list as role"),
         ({"input_ids": [1, 2]}, "format tokens"),
     ],
 )
@@ -179,8 +180,6 @@ def test_what_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_the_template_can_be_a_file_or_text(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(None)
-    with pytest.raises(ConfigError, match=r"no chat template.*chat_template=FILE"):
-        load_one(tmp_path, tokenizer, conversation(*SAY["one turn"]))
     plain = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     (tmp_path / "chat.jinja").write_text(plain)
     by_text = load_one(tmp_path, tokenizer, conversation("user:Hello", "assistant:Hi"), chat_template=plain)
@@ -207,12 +206,111 @@ def test_an_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path, tokenizer
         load(path, 4, tokenizer=lambda: tokenizer)
 
 
-def test_an_answer_beyond_the_limit_is_dropped_not_emptied(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    long_prompt = conversation("user:" + "Write a poem. " * 20, "assistant:Hi")
-    path = write(tmp_path / "d.jsonl", [long_prompt, conversation("user:a", "assistant:b")])
-    said: list[str] = []
-    rows = load(
-        path, len(tokenizer), tokenizer=lambda: tokenizer, max_length=32, on_long="truncate", notify=said.append
+def test_a_model_without_a_template_gets_one_of_its_own_tokens_and_says_so(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(None), list[str]()
+    row = load_one(tmp_path, tokenizer, conversation(*SAY["system"]), notify=said.append)
+    assert tokenizer.decode(row.labels[row.labels != -100]) == " padded \n\n answer <|im_end|>\n"
+    assert "no chat template" in said[0]
+    assert "<|im_start|>" in said[0]
+    plain = make_tokenizer(None, marks=False)
+    row = load_one(tmp_path, plain, conversation(*SAY["many turns"]))
+    assert plain.decode(row.labels[row.labels != -100]) == "Hi 😀</s>\n今天天气很好。</s>\n42</s>\n"
+    plain.eos_token = None
+    with pytest.raises(ConfigError, match=r"neither a chat template nor a token that could end a turn.*chat_template="):
+        load_one(tmp_path, plain, conversation(*SAY["one turn"]))
+
+
+TALK = ("system:You are kind.", "user:Hello", "assistant:one", "user:Hi", "assistant:two", "user:42?")
+LEARNED = {
+    "assistant": "one<|im_end|>\ntwo<|im_end|>\n",
+    "last_turn": "two<|im_end|>\n",
+    "all_turns": "You are kind.<|im_end|>\nHello<|im_end|>\none<|im_end|>\nHi<|im_end|>\ntwo<|im_end|>\n",
+}
+
+
+@pytest.mark.parametrize("loss", ["assistant", "last_turn", "all_turns", "text"])
+def test_what_is_learned_is_chosen(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, loss: str) -> None:
+    row = load_one(tmp_path, tokenizer, conversation(*TALK[:5]), loss=loss)
+    learned = tokenizer.decode(row.labels[row.labels != -100])
+    assert learned == (tokenizer.decode(row.input_ids) if loss == "text" else LEARNED[loss])
+    if loss in ("all_turns", "text"):  # nobody has to answer
+        load_one(tmp_path, tokenizer, conversation(*TALK), loss=loss)
+    else:
+        with pytest.raises(ConfigError, match="ends with a turn of role user"):
+            load_one(tmp_path, tokenizer, conversation(*TALK), loss=loss)
+
+
+def test_all_turns_of_a_template_that_puts_the_system_text_elsewhere(tmp_path: Path) -> None:
+    folded = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.index == 2 and messages[0].role == 'system' %}"
+        "{{ messages[0].content }} {% endif %}{{ m.content }}]{% elif m.role == 'assistant' %}{{ m.content }}</s>"
+        "{% endif %}{% endfor %}"
     )
-    assert [row.line for row in rows] == [2]
+    tokenizer = make_tokenizer(folded)
+    row = load_one(tmp_path, tokenizer, conversation(*TALK[:5]), loss="all_turns")
+    assert tokenizer.decode(row.input_ids) == "[You are kind. Hello]one</s>[Hi]two</s>"
+    assert tokenizer.decode(row.labels[row.labels != -100]) == "You are kind. Hello]one</s>Hi]two</s>"
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"place": "Wuhan"}'}}
+TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments.place }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_of_tools_are_learned_and_their_results_are_not(tmp_path: Path) -> None:
+    call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}
+    row = conversation("user:Hello", "tool:22", "assistant:It is 22.")
+    row["messages"].insert(1, call)
+    for template in (
+        TOOLS,
+        TOOLS.replace(
+            "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
+        ),
+    ):
+        tokenizer = make_tokenizer(template)
+        loaded = load_one(tmp_path, tokenizer, row)
+        said = tokenizer.decode(loaded.labels[loaded.labels != -100])
+        answer = "<think>It is 22." if "think" in template else "It is 22."
+        assert said == f"<call>weather Wuhan</call><call>weather Wuhan</call><|im_end|>\n{answer}<|im_end|>\n"
+    with pytest.raises(ConfigError, match="leaves out the call of weather of turn 2"):
+        load_one(tmp_path, make_tokenizer(CHATML), row)
+    broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    with pytest.raises(ConfigError, match=r"turn 1: the arguments of its tool call"):
+        load_one(tmp_path, make_tokenizer(TOOLS), {"messages": [broken]})
+
+
+def test_marks_of_a_template_are_used_where_its_turns_change(tmp_path: Path) -> None:
+    marked = FOLDING.replace("{{ m.content }}</s>", "{% generation %}{{ m.content }}</s>{% endgeneration %}")
+    tokenizer = make_tokenizer(marked)
+    row = load_one(tmp_path, tokenizer, conversation("user:Hello", "assistant:Hi", "user:you", "assistant:42"))
+    assert tokenizer.decode(row.labels[row.labels != -100]) == "Hi</s>42</s>"
+
+
+def test_an_answer_beyond_the_limit_stays_whole_or_its_row_is_dropped(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(adds_bos=True), list[str]()
+    talks = [
+        conversation("user:" + "Write a poem. " * 20, "assistant:Hi"),
+        conversation("user:a", "assistant:b"),
+        conversation("user:a", "assistant:" + "Write a poem. " * 20),
+        conversation("user:a", "assistant:b", "user:Write a poem.", "assistant:" + "Write a poem. " * 20),
+    ]
+    rows = load(
+        write(tmp_path / "d.jsonl", talks),
+        len(tokenizer),
+        tokenizer=lambda: tokenizer,
+        max_length=32,
+        on_long="truncate",
+        notify=said.append,
+    )
+    assert [row.line for row in rows] == [1, 2, 4]
+    assert [tokenizer.decode(row.labels[row.labels != -100]) for row in rows] == [
+        "Hi<|im_end|>\n", "b<|im_end|>\n", "b<|im_end|>\n"
+    ]  # fmt: skip
+    assert len(rows[0].input_ids) == 32
+    assert tokenizer.decode(rows[0].input_ids).startswith("<s>")
+    assert tokenizer.decode(rows[0].input_ids).endswith("<|im_start|>assistant\nHi<|im_end|>\n")
     assert "1 rows longer" in said[0]
+    assert "2 rows cut" in said[1]

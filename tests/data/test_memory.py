@@ -13,10 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.data.format import PAIR_KEYS, BadRow
+from shardwise.data.convert import read_pair
+from shardwise.data.detect import PAIR_KEYS
+from shardwise.data.format import BadRow
 from shardwise.data.memory import memory_records
-from shardwise.data.pairs import PairEncoder, pair_messages
-from shardwise.data.rows import load_rows
+from shardwise.data.pairs import PairEncoder
+from shardwise.data.rows import Source, load_rows
 from shardwise.data.source import Record
 from shardwise.errors import ConfigError
 from shardwise.spec.rules import parse_run
@@ -53,7 +55,7 @@ def generate() -> Iterator[dict[str, Any]]:
     ids=["list", "tuple", "torch", "function", "generator", "arrays", "numpy scalars"],
 )
 def test_every_kind_of_data_set_gives_the_same_records(dataset: Any) -> None:
-    assert memory_records(dataset, "rows") == [Record(1, ROWS[0]), Record(2, ROWS[1])]
+    assert list(memory_records(dataset, "rows")) == [Record(1, ROWS[0]), Record(2, ROWS[1])]
 
 
 def test_a_data_set_without_end_is_cut_at_max_records() -> None:
@@ -61,7 +63,7 @@ def test_a_data_set_without_end_is_cut_at_max_records() -> None:
         while True:
             yield ROWS[0]
 
-    assert len(memory_records(endless, "rows", 3)) == 3
+    assert len(list(memory_records(endless, "rows", 3))) == 3
 
 
 def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
@@ -72,7 +74,7 @@ def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
         {"input_ids": [1, 2], "messages": None},
     ]
     called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    assert memory_records(table, "rows") == [
+    assert list(memory_records(table, "rows")) == [
         Record(1, {"messages": [{"role": "user", "content": "2 + 3?"}, called]}),
         Record(2, {"input_ids": [1, 2]}),
     ]
@@ -89,7 +91,7 @@ def test_what_a_table_has_to_leave_empty_is_not_there() -> None:
 )
 def test_what_is_no_data_set(dataset: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        memory_records(dataset, "rows")
+        list(memory_records(dataset, "rows"))
     for word in words:
         assert word in str(error.value)
 
@@ -97,13 +99,14 @@ def test_what_is_no_data_set(dataset: Any, words: list[str]) -> None:
 @pytest.mark.parametrize(("question", "answer"), PAIR_KEYS)
 def test_the_spellings_of_question_and_answer(question: str, answer: str) -> None:
     expected = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    assert pair_messages({question: "Why?", answer: "So.", "id": 3}) == expected
+    assert read_pair({question: "Why?", answer: "So.", "id": 3}, (question, answer)).messages == expected
 
 
 def test_an_instruction_takes_its_input_along() -> None:
     row = {"instruction": "Add", "input": "1 2", "output": "3"}
-    assert pair_messages(row)[0]["content"] == "Add\n1 2"
-    assert pair_messages(row | {"input": ""})[0]["content"] == "Add"
+    columns = ("instruction", "output")
+    assert read_pair(row, columns).messages[0]["content"] == "Add\n1 2"
+    assert read_pair(row | {"input": ""}, columns).messages[0]["content"] == "Add"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_an_instruction_takes_its_input_along() -> None:
 )
 def test_an_empty_or_foreign_column_is_a_bad_row(row: dict[str, Any]) -> None:
     with pytest.raises(BadRow, match=r"input|output"):
-        pair_messages(row)
+        read_pair(row, ("input", "output"))
 
 
 def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
@@ -126,15 +129,17 @@ def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 def test_without_a_template_the_answer_and_the_end_are_supervised() -> None:
     encoder = PairEncoder(tokenizer())
-    tokens = encoder({"input": "Why is it", "output": "So it is"})
+    turns = read_pair({"input": "Why is it", "output": "So it is"}, ("input", "output")).messages
+    tokens = encoder({"messages": turns})
     assert encoder.is_plain
     assert tokens.input_ids.tolist() == [3, 6, 5, 4, 5, 6, 2]
     assert tokens.labels.tolist() == [-100, -100, -100, 4, 5, 6, 2]
 
 
 def test_with_a_template_the_row_is_a_conversation() -> None:
+    turns = read_pair({"prompt": "Why is it", "response": "So it is"}, ("prompt", "response")).messages
     for encoder in (PairEncoder(tokenizer(TEMPLATE)), PairEncoder(tokenizer(), TEMPLATE)):
-        tokens = encoder({"prompt": "Why is it", "completion": "So it is"})
+        tokens = encoder({"messages": turns})
         assert not encoder.is_plain
         assert tokens.input_ids.tolist() == [7, 3, 6, 5, 8, 4, 5, 6]
         assert tokens.labels.tolist()[:4] == [-100] * 4
@@ -145,8 +150,8 @@ def test_rows_from_memory_are_named_in_messages_and_the_plain_default_is_told() 
 
     def load(rows: list[dict[str, Any]]) -> list[list[int]]:
         records = memory_records(rows, "<train_dataset>")
-        path = Path("<train_dataset>")
-        loaded = load_rows(path, run, vocab_size=9, tokenizer=tokenizer, records=records, notify=notes.append)
+        source = Source(Path("<train_dataset>"), run, vocab_size=9)
+        loaded = load_rows(source, tokenizer, records, notes.append)
         return [row.input_ids.tolist() for row in loaded]
 
     assert load([{"question": "Why", "answer": "So"}]) == [[3, 4, 2]]

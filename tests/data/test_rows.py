@@ -78,8 +78,8 @@ def test_the_first_label_predicts_nothing() -> None:
         ({"input_ids": [1, 2], "position_ids": [0, 64]}, ["position 64", "[0, 64)"]),
         ({"input_ids": [1, 0], "attention_mask": [1, 0]}, ["attention_mask", "padding"]),
         ({"text": "once upon a time"}, ["plain text", "'text'", '"input_ids"']),
-        ({"instruction": "a", "output": "b"}, ["format pairs", '"input_ids"']),
-        ({"conversations": []}, ["ShareGPT"]),
+        ({"instruction": "a", "output": "b"}, ["format alpaca", '"input_ids"']),
+        ({"conversations": [{"from": "human", "value": "x"}]}, ["ShareGPT"]),
         ({"chosen": 1, "rejected": 2}, ["preference"]),
         ({"messages": []}, ["format messages", '"input_ids"']),
         ({}, ["empty object"]),
@@ -132,7 +132,7 @@ def test_rows_beyond_the_limit_are_refused_truncated_or_dropped(tmp_path: Path) 
     rows = [
         {"input_ids": [1, 2, 3]},
         {"input_ids": [1, 2, 3, 4, 5], "position_ids": [0, 1, 2, 0, 1]},
-        {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, -100, -100, -100, 5, 6]},
+        {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, -100, 3, 4, 5, 6]},
     ]
     path = write(tmp_path / "d.jsonl", rows)
     message = refusal(path, max_positions=4)
@@ -147,7 +147,7 @@ def test_rows_beyond_the_limit_are_refused_truncated_or_dropped(tmp_path: Path) 
     assert [row.input_ids.tolist() for row in kept] == [[1, 2, 3], [1, 2, 3, 4]]
     assert kept[1].position_ids is not None
     assert kept[1].position_ids.tolist() == [0, 1, 2, 0]
-    # The third row would have lost all that it teaches.
+    # The third row's answer would not have stayed whole.
     assert any("1 rows longer" in line and "dropped" in line and "line 3" in line for line in said)
     assert any("1 rows cut" in line and "line 2" in line for line in said)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.data.source import read_records
+from shardwise.data.readers import files_of, read_records
 from shardwise.errors import ConfigError
 
 
@@ -72,13 +72,12 @@ def test_a_broken_array_names_the_line(tmp_path: Path, text: str, line: int, rea
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("d.jsonl", '[{"a": 1},\n {"a": 2}]', ["d.jsonl:1", "one JSON array", "d.json"]),
-        ("d.json", '{"a": 1}\n{"a": 2}\n', ["d.json:1", "JSON lines", "d.jsonl"]),
-        ("d.json", '{"a": 1}', ["d.json:1", "one array of rows"]),
+        ("d.json", '{\n"rows": [{"a": 1}]}', ["d.json:1", "one object", "'rows'"]),
         ("d.jsonl", '{"a": 1}\n{"a": "你好"}'.encode("gbk"), ["d.jsonl:2", "not UTF-8", "GBK", "iconv"]),
         ("d.jsonl", b'{"a": 1}\n\n{"a": "\xff\xff"}', ["d.jsonl:3", "not UTF-8"]),
         ("d.jsonl", '{"a": 1}'.encode("utf-16"), ["UTF-16", "iconv"]),
-        ("d.csv", "a,b\n", ["d.csv", ".jsonl"]),
+        ("d.csv", "a,b,a\n1,2,3\n", ["d.csv:1", "two columns have the name 'a'"]),
+        ("d.xml", "<rows/>", ["d.xml", ".jsonl", "JSON"]),
     ],
 )
 def test_a_file_that_contradicts_its_name_or_encoding_is_refused(
@@ -97,6 +96,8 @@ def test_an_absent_file_names_the_nearest_and_a_folder_is_refused(tmp_path: Path
     (tmp_path / "sub.jsonl").mkdir()
     with pytest.raises(ConfigError, match="cannot be read"):
         read_records(tmp_path / "sub.jsonl")
+    with pytest.raises(ConfigError, match="folder without data files"):
+        files_of(tmp_path / "sub.jsonl")
     with pytest.raises(ConfigError, match="no such data file"):
         read_records(tmp_path / "nowhere" / "d.jsonl")
 
@@ -104,7 +105,7 @@ def test_an_absent_file_names_the_nearest_and_a_folder_is_refused(tmp_path: Path
 def test_text_and_file_names_are_utf8_under_the_c_locale(tmp_path: Path) -> None:
     file(tmp_path, json.dumps({"t": "你好 😀"}, ensure_ascii=False), "数据.jsonl")
     code = (
-        "import json, sys; from pathlib import Path; from shardwise.data.source import read_records\n"
+        "import json, sys; from pathlib import Path; from shardwise.data.readers import read_records\n"
         "folder = Path(sys.argv[1])\n"
         "print(json.dumps(read_records(folder / '\\u6570\\u636e.jsonl')[0].value))\n"
         "try: read_records(folder / '\\u6570.jsonl')\n"

@@ -129,7 +129,5 @@ def launched(
 def prepare(output_dir: Path, grace_seconds: float = 60.0) -> None:
     """The two files that launch and worker read."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "run.yaml").write_text(
-        f"save: {{grace_seconds: {grace_seconds}}}\nrestarts: {restarts}\n", encoding="utf-8"
-    )
+    (output_dir / "run.yaml").write_text(f"save: {{grace_seconds: {grace_seconds}}}\n", encoding="utf-8")
     (output_dir / "plan.json").write_text('{"device_type": "cpu"}', encoding="utf-8")

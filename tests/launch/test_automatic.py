@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,14 +11,30 @@ from typing import Any, cast
 import pytest
 
 from shardwise.api.session import _agree
+from shardwise.check.costing import model_costs
 from shardwise.config import apply_overrides, load_yaml
 from shardwise.errors import ConfigError, PlanError
+from shardwise.launch import describing
 from shardwise.launch.resolve import prepare
 from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.filled import without_stale
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
+from shardwise.tensor.cache import TableCache
 from tests.spec.model_folder import make_folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_here() -> Iterator[None]:
+    """What the child would answer, without the seconds in which it imports."""
+
+    @cache
+    def traced(folder: str) -> dict[str, Any]:
+        return model_costs(Path(folder), TableCache(None), None).to_json()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(describing, "run_child", lambda arguments, _: traced(arguments[0]))
+        yield
 
 
 @pytest.fixture(scope="module")

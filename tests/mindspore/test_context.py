@@ -68,6 +68,23 @@ def test_what_a_mode_sets(arguments: dict[str, Any], expected: dict[str, int]) -
     assert keys() == expected
 
 
+@pytest.mark.parametrize(
+    ("arguments", "planned"),
+    [
+        ({"parallel_mode": "auto_parallel", "micro_batch_num": 2}, True),
+        ({"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2}, True),
+        ({"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "micro_batch_num": 2}, False),
+        ({"parallel_mode": "data_parallel"}, False),
+        ({"device_num": 2}, False),
+    ],
+)
+def test_the_automatic_modes_search_for_what_is_missing(arguments: dict[str, Any], planned: bool) -> None:
+    ms.set_auto_parallel_context(**arguments)
+    assert AMBIENT.planned is planned
+    ms.reset_auto_parallel_context()
+    assert not AMBIENT.planned
+
+
 def test_stand_alone_is_one_device() -> None:
     ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.STAND_ALONE)
     assert AMBIENT.device_num == 1

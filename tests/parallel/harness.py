@@ -58,6 +58,8 @@ class Case:
     drop_last: bool = False
     eval_batch_size: int | None = None
     compiled: bool = False
+    pack_length: int | None = None  # None: rows are not packed
+    attention: str | None = None
 
 
 @dataclass
@@ -203,7 +205,7 @@ class RankPart:
 def build(case: Case) -> tuple[ParallelModel, Mesh]:
     """This rank's part of the case's model, with its weights."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
-    hf_model = build_on_meta(case.folder, None, case.dtype)
+    hf_model = build_on_meta(case.folder, case.attention, case.dtype)
     naming = naming_of_folder(case.folder, hf_model)
     model, _ = parallelize(hf_model, mesh, compiled=case.compiled, tables=known_tables())
     load_slices(case.folder, model.shards, naming)
@@ -219,6 +221,8 @@ def loader_of(case: Case, mesh: Mesh) -> Loader:
         case.strategy.pp,
         shuffle=False,
         drop_last=case.drop_last,
+        packing=case.pack_length is not None,
+        pack_length=case.pack_length,
     )
     return Loader(to_rows(case.rows), settings)
 

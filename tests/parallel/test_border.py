@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import PlanError
 from shardwise.models.chain import find_chain
 from shardwise.models.structure import find_structure
-from shardwise.parallel.border import local_shapes, need_gradients
+from shardwise.parallel.border import Received, local_shapes, need_gradients
+from shardwise.parallel.pipeline import Absent
 from shardwise.tensor.table import ModuleSplit, SequenceSplit, ShardingTable, Style
 from tests.parallel.families import family_config
 
@@ -53,3 +54,17 @@ def test_a_sequence_that_is_cut_hands_over_the_hidden_state_alone(whole):
     table = ShardingTable(2, sequence=SequenceSplit(structure.blocks))
     with pytest.raises(PlanError, match=r"sequence_parallel = true with pp above 1.*Use sequence_parallel=false"):
         local_shapes(model, structure, chain, table, 0)
+
+
+def test_weights_that_a_model_takes_from_an_absent_module_are_zeros_without_memory():
+    received = Received(())
+    with torch.device("meta"):
+        embedding = torch.nn.Embedding(262_144, 2048, dtype=torch.bfloat16)
+    absent = Absent(embedding, None, "embed_tokens", received)
+    row = absent.weight[3]
+    assert row.shape == (2048,)
+    assert row.dtype == torch.bfloat16
+    assert not row.any()
+    assert absent.weight.untyped_storage().nbytes() == 2
+    assert absent.num_embeddings == 262_144
+    assert not list(absent.parameters())

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp_shard2": {"dp_shard": 2, "micro_batch_size": 2},
     "dp_replicate2": {"dp_replicate": 2, "micro_batch_size": 2},
     "pp2": {"pp": 2, "micro_batch_size": 2},
+    "pp2-zero-bubble": {"pp": 2, "micro_batch_size": 2, "schedule": "zero_bubble"},
     "pp2-interleaved": {"pp": 2, "micro_batch_size": 2, "schedule": "interleaved", "virtual_stages": 2},
     "pp2-gpipe": {"pp": 2, "micro_batch_size": 2, "schedule": "gpipe"},
     "pp2-recompute": {"pp": 2, "micro_batch_size": 2, "recompute": -1},

@@ -45,6 +45,8 @@ _EXTRA = [
     ("llama", "first-blocks", _INTERLEAVED | {"dp_shard": 2}),  # the last stage of each rank trains nothing
     ("llama", "last-block", _INTERLEAVED),
     ("llama-tied", "kept-tied", _INTERLEAVED | {"dp_replicate": 2}),
+    ("llama", "all", {"pp": 2, "schedule": "zero_bubble"}),
+    ("llama", "first-blocks", {"pp": 2, "dp_shard": 2, "schedule": "zero_bubble"}),  # the last stage trains nothing
     ("llama", "all", {"dp_shard": 2, "reshard": False}),
     ("llama", "all", {"dp_shard": 8}),  # more shards than rows of A
     ("llama-tied", "q", {"pp": 2}),

@@ -23,7 +23,12 @@ from shardwise.parallel.engine import _torch_actions
 from shardwise.spec.schedule import Action, action_lists
 
 _CLASSES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+_KINDS = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward_input",
+    "BACKWARD_WEIGHT": "backward_weight",
+}
 _SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 4), (4, 4), (4, 9), (7, 16)]
 
 
@@ -106,12 +111,13 @@ def test_our_interleaved_lists_are_torchs(num_ranks: int, num_micro_batches: int
 
 
 @pytest.mark.parametrize("num_micro_batches", [4, 5, 7, 8, 13])
-@pytest.mark.parametrize(("num_ranks", "virtual_stages"), [(2, 2), (2, 3), (4, 2), (3, 4)])
+@pytest.mark.parametrize(("num_ranks", "virtual_stages"), [(2, 2), (2, 3), (4, 2), (3, 4), (2, 1), (4, 1)])
 def test_no_send_waits_for_ever_even_where_it_blocks(
     num_ranks: int, virtual_stages: int, num_micro_batches: int
 ) -> None:
     """Sends and receives as torch adds them, on a device where each waits for the other side to arrive."""
-    lists = _torch_actions(action_lists("interleaved", num_ranks, num_micro_batches, virtual_stages))
+    name = "interleaved" if virtual_stages > 1 else "zero_bubble"
+    lists = _torch_actions(action_lists(name, num_ranks, num_micro_batches, virtual_stages))
     lowered = _add_send_recv(lists, lambda stage: stage % num_ranks, num_ranks * virtual_stages)  # type: ignore[arg-type]
     queues = {
         rank: [(a.stage_index, a.computation_type.name, a.microbatch_index) for a in lowered[rank]] for rank in lowered

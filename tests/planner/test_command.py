@@ -87,3 +87,15 @@ def test_rows_for_people(table: Path) -> None:
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         CliRunner().invoke(cli.app, ["estimate", "--runs", "nowhere.csv"], catch_exceptions=False)
+
+
+def test_a_line_with_too_many_cells_is_refused_by_its_number(table: Path) -> None:
+    text = table.read_text(encoding="utf-8").splitlines()
+    table.write_text("\n".join([*text[:2], text[2] + ",8", *text[3:]]), encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 3 has 1 more cells"):
+        invoke("--runs", str(table))
+
+
+def test_a_row_without_an_id_is_named_by_its_line(table: Path) -> None:
+    table.write_text(table.read_text(encoding="utf-8").replace("broken", ""), encoding="utf-8")
+    assert "line 4: hidden is empty" in invoke("--runs", str(table))

@@ -42,6 +42,8 @@ def test_a_row_of_shape_and_configuration_is_enough() -> None:
         ({"dp": "", "num_devices": "4"}, "4 devices are fewer than tp x pp x cp = 8"),
         ({"pp": "64"}, "32 blocks are fewer than 64 stages"),
         ({"tp": "64"}, "tp = 64 does not divide the 32 attention heads"),
+        ({"dp": "4"}, "num_devices = 16 is not tp x pp x cp x dp = 32"),
+        ({"dp": "", "num_devices": "20"}, "num_devices = 20 is not tp x pp x cp x dp = 16"),
         ({"tp": "0"}, "tp = 0 must be above 0"),
         ({"hidden": "nan"}, "hidden = 'nan' is no number"),
         ({"precision": "fp8"}, "a100-80gb has"),

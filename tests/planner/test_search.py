@@ -15,51 +15,50 @@ from hypothesis import strategies as st
 from shardwise.errors import PlanError
 from shardwise.planner.explain import answer, batch_equation, loss, what_would_change, why
 from shardwise.planner.job import Job
-from shardwise.planner.known import costs_of, known_models
+from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Work
 from shardwise.planner.refine import memory_need, refine
 from shardwise.planner.screen import groups_of, judge
 from shardwise.planner.search import search
+from shardwise.planner.shape import Experts, Shape, model_costs
 from shardwise.planner.space import enumerate_space
 from shardwise.planner.sweep import candidate_of
+from shardwise.planner.timeline import timeline
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import load_cluster
-from shardwise.spec.model import ModelSpec
+from shardwise.spec.model import ModelSpec, read_model
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.strategy import resolve
 
 GIB = 2**30
-TINY = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 32000}
-CONFIGURATIONS = {
-    "tiny": {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "nine": {**TINY, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 288},
-    "experts": {
-        **TINY,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+TINY = {"intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 32000}
+SHAPES = {
+    "tiny": Shape("tiny", 6, 256, 4, 2, 64, 704, 32000),
+    "nine": Shape("nine", 6, 288, 9, 3, 32, 704, 32000),
+    "experts": Shape("experts", 6, 256, 4, 4, 64, 704, 32000, experts=Experts(8, 2, 704)),
 }
 
 
 @cache
 def model(name: str) -> tuple[ModelSpec, ModelCosts]:
-    if name not in CONFIGURATIONS:
-        return costs_of(name)
-    kind = "mixtral" if name == "experts" else "llama"
+    if name not in SHAPES:
+        return known_costs(name)
+    shape, kind = SHAPES[name], "mixtral" if name == "experts" else "llama"
+    config = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], **TINY}
+    config |= {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    config |= {"num_local_experts": 8, "num_experts_per_tok": 2} if shape.experts else {}
     with TemporaryDirectory() as folder:
-        config = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], **CONFIGURATIONS[name]}
         (Path(folder) / "config.json").write_text(
             json.dumps({**config, "max_position_embeddings": 4096, "tie_word_embeddings": False})
         )
-        return costs_of(folder)
+        spec = read_model(folder)
+    return spec, with_degrees(model_costs(shape, (1, 2)), spec)
 
 
 def job(name: str = "qwen3-0.6b", devices: int = 8, rows: int = 32, memory: float = 0.0, **fixed: object) -> Job:
     spec, costs = model(name)
-    return Job(spec, costs, load_cluster("a100-40gb"), devices, rows, Work(1024), fixed, memory * GIB)
+    return Job(spec, costs, load_cluster("a100-40gb"), devices, rows, Work(1024, ours=True), fixed, memory * GIB)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "experts", "nine"])
@@ -127,6 +126,7 @@ def test_devices_that_do_not_divide_the_model_are_used_by_other_axes(devices: in
         {"tp": 2},
         {"pp": 4, "schedule": "gpipe"},
         {"pp": 3, "dp": 2},
+        {"pp": 4, "schedule": "zero_bubble"},
         {"dp_shard": 2, "reshard": True},
         {"dp_replicate": 2},
         {"cp": 2},
@@ -140,6 +140,26 @@ def test_devices_that_do_not_divide_the_model_are_used_by_other_axes(devices: in
 def test_given_fields_stay(fixed: dict[str, object]) -> None:
     for plan in search(job(**fixed), top=3).plans:
         assert {name: getattr(plan.candidate, name) for name in fixed} == fixed
+
+
+def test_backward_passes_in_halves_win_where_stages_wait() -> None:
+    """Few micro-batches, and a block a rank, so that no interleaved stages can do the same."""
+    wanted = job("tiny", devices=6, rows=12, pp=6, micro_batch_size=1)
+    found = search(wanted)
+    first = found.plans[0]
+    assert first.candidate.schedule == "zero_bubble"
+    plain = search(replace(wanted, halves=False)).plans[0]
+    assert plain.candidate.schedule == "1f1b"
+    assert plain.estimate.bubble > first.estimate.bubble
+    assert plain.step_seconds > first.step_seconds
+    # The first rank, whose backward passes are whole, holds as much as before; the last one nearly as much.
+    assert plain.estimate.memory_terms[0]["activations"] == first.estimate.memory_terms[0]["activations"]
+    assert first.estimate.memory_terms[5]["activations"] > 3 * plain.estimate.memory_terms[5]["activations"]
+    assert first.estimate.memory_bytes < 1.05 * plain.estimate.memory_bytes
+    whole = {one.kind for one in timeline(wanted, first.candidate) if one.rank == 0}
+    halves = {one.kind for one in timeline(wanted, first.candidate) if one.rank == 5}
+    assert whole == {"forward", "backward"}
+    assert halves == {"forward", "backward_input", "backward_weight"}
 
 
 @pytest.mark.parametrize(("given", "level", "number"), [("full", "full", -1), (3, "full", 3), ("none", "none", -1)])
@@ -186,6 +206,7 @@ def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: st
         ({"pp": 7}, "the model has 6 blocks"),
         ({"stages": (3, 4)}, "sums to 7, and the model has 6 blocks. For example [3, 3]"),
         ({"sequence_parallel": True, "tp": 1}, "strategy.tp is 1"),
+        ({"schedule": "zero_bubble", "pp": 1}, "strategy.pp is 1"),
         ({"cp": 3}, "2 x cp does not divide the 1024 tokens"),
     ],
 )
@@ -237,5 +258,5 @@ def test_memory_does_not_grow_with_micro_batches() -> None:
 
 def test_well_known_models_have_their_sizes() -> None:
     assert {"llama2-70b", "deepseek-v3", "gpt3-175b"} <= set(known_models())
-    sizes = {name: costs_of(name)[1].num_parameters for name in ("llama2-70b", "deepseek-v3", "gpt3-175b")}
+    sizes = {name: known_costs(name)[1].num_parameters for name in ("llama2-70b", "deepseek-v3", "gpt3-175b")}
     assert sizes == pytest.approx({"llama2-70b": 68.98e9, "deepseek-v3": 671e9, "gpt3-175b": 174.6e9}, rel=2e-3)

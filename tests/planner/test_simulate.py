@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.planner.simulate import peak_bytes, simulate, simulate_schedule
-from shardwise.spec.schedule import Action, action_lists, gpipe, interleaved, one_f_one_b
+from shardwise.spec.schedule import Action, action_lists, gpipe, interleaved, one_f_one_b, zero_bubble
 
 
 def no_time(first: int, second: int) -> float:
@@ -30,6 +30,33 @@ def test_the_bubble_of_interleaved_stages(ranks: int, micro_batches: int, virtua
     lists = interleaved(ranks, micro_batches, virtual)
     timeline = simulate(lists, [1.0 / virtual] * stages, [2.0 / virtual] * stages, no_time)
     assert timeline.seconds == pytest.approx(3 * micro_batches + 3 * (ranks - 1) / virtual)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ranks=st.integers(1, 8), more=st.integers(0, 20), forward=st.integers(1, 6), first=st.integers(1, 6))
+def test_the_bubble_of_zero_bubble(ranks: int, more: int, forward: int, first: int) -> None:
+    """(p - 1) (F + B - W) where W is no longer than the others (Qi et al. 2023, table 1, ZB-H1)."""
+    second = min(forward, first)
+    number = 2 * ranks + more
+    lists = zero_bubble(ranks, number)
+    timeline = simulate(lists, [forward] * ranks, [first + second] * ranks, no_time, [second] * ranks)
+    work = number * (forward + first + second)
+    assert timeline.busy == tuple([work] * ranks)
+    assert timeline.seconds == work + (ranks - 1) * (forward + first - second)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks=st.integers(2, 6), more=st.integers(0, 60), share=st.floats(0.1, 0.5), last=st.floats(1.0, 1.5))
+def test_a_long_step_of_zero_bubble_is_simulated_by_a_short_one(
+    ranks: int, more: int, share: float, last: float
+) -> None:
+    forward = [1.0] * (ranks - 1) + [last]
+    backward = [2 * time for time in forward]
+    stages = (forward, backward, [share * time for time in backward])
+    whole = simulate(zero_bubble(ranks, ranks + more), forward, backward, lambda a, b: 0.01, stages[2])
+    short = simulate_schedule("zero_bubble", ranks + more, 1, stages, lambda a, b: 0.01)
+    assert short.finish == pytest.approx(whole.finish, rel=5e-3)
+    assert short.busy == pytest.approx(whole.busy)
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,3 +90,10 @@ def test_1f1b_holds_as_many_activations_whatever_the_number_of_micro_batches() -
         lists = one_f_one_b(4, micro_batches)
         assert [peak_bytes(lists[rank], [10.0] * 4) for rank in range(4)] == [40, 30, 20, 10]
         assert peak_bytes(gpipe(4, micro_batches)[0], [10.0] * 4) == 10 * micro_batches
+
+
+def test_zero_bubble_holds_inputs_and_gradients_until_the_second_half() -> None:
+    lists = zero_bubble(4, 8)
+    held = [peak_bytes(lists[rank], [10.0] * 4, [4.0] * 4) for rank in range(4)]
+    # Whole micro-batches as 1F1B, and one more half for each stage before.
+    assert held == [40, 30 + 4, 20 + 2 * 4, 10 + 3 * 4]

@@ -26,9 +26,6 @@ def _message(*overrides: str, **tree: Any) -> str:
 # Every key of the contract whose feature is not built yet, with a value that asks for it.
 NOT_BUILT = [
     "trust_remote_code=true",
-    "data.format=alpaca",
-    "data.packing=true",
-    "data.val_size=0.1",
     "cp=2",
     "ep=2",
     "recompute=selective",
@@ -87,6 +84,12 @@ def test_neutral_values_of_such_keys_are_accepted() -> None:
         ("output_dir=3", ["output_dir = 3", "text", "'3'"]),
         ("device=gpu", ["device = 'gpu'", "'cuda'"]),
         ("train.warmup_ratio=2", ["train.warmup_ratio = 2", "1"]),
+        ("data.format=shargpt", ["data.format = 'shargpt'", "sharegpt?"]),
+        ("data.train=[]", ["data.train = []", "no source"]),
+        ("data.train=[{path: a, weight: 1}, b]", ["weights [1.0, None]", "all sources"]),
+        ("data.train=[{path: a, wieght: 1}]", ["data.train[0]", "unknown key"]),
+        ("data.eval=[{path: a, weight: 1}]", ["data.eval with weights"]),
+        ("data.val_size=1.5", ["data.val_size = 1.5", "whole number", "data.val_size=1"]),
     ],
 )
 def test_a_wrong_value_names_key_rule_and_remedy(override: str, words: list[str]) -> None:

@@ -16,6 +16,7 @@ from shardwise.spec.schedule import (
     interleaved,
     one_f_one_b,
     peak_activations,
+    zero_bubble,
 )
 
 stages = st.integers(1, 9)
@@ -157,3 +158,41 @@ def test_1f1b_of_three_stages_written_out() -> None:
         1: "f0 f1 b0 f2 b1 f3 b2 b3",
         2: "f0 b0 f1 b1 f2 b2 f3 b3",
     }
+
+
+@hypothesis_settings(deadline=None)
+@given(stages, extra)
+def test_zero_bubble_has_every_pass_once_in_order_and_holds_no_more_than_1f1b(num_stages: int, more: int) -> None:
+    num_micro_batches = num_stages + more
+    lists = zero_bubble(num_stages, num_micro_batches)
+    assert lists[0] == one_f_one_b(num_stages, num_micro_batches)[0]
+    for stage in range(1, num_stages):
+        actions = lists[stage]
+        places = {action: place for place, action in enumerate(actions)}
+        assert len(places) == len(actions) == 3 * num_micro_batches
+        for kind in ("forward", "backward_input", "backward_weight"):
+            assert [a.micro_batch for a in actions if a.kind == kind] == list(range(num_micro_batches))
+        for m in range(num_micro_batches):
+            order = [places[Action(stage, kind, m)] for kind in ("forward", "backward_input", "backward_weight")]  # type: ignore[arg-type]
+            assert order == sorted(order)
+        # 1F1B without second halves.
+        plain = [Action(stage, "backward", a.micro_batch) if a.kind == "backward_input" else a for a in actions]
+        assert [a for a in plain if a.kind != "backward_weight"] == one_f_one_b(num_stages, num_micro_batches)[stage]
+        assert peak_activations(actions) <= num_stages
+
+
+def test_zero_bubble_of_three_stages_written_out() -> None:
+    short = {"forward": "f", "backward": "b", "backward_input": "i", "backward_weight": "w"}
+    written = {
+        s: " ".join(f"{short[a.kind]}{a.micro_batch}" for a in actions) for s, actions in zero_bubble(3, 4).items()
+    }
+    assert written == {
+        0: "f0 f1 f2 b0 f3 b1 b2 b3",
+        1: "f0 f1 i0 f2 i1 w0 f3 i2 w1 i3 w2 w3",
+        2: "f0 i0 f1 i1 f2 i2 w0 f3 i3 w1 w2 w3",
+    }
+
+
+def test_zero_bubble_with_fewer_micro_batches_than_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 4 micro-batches"):
+        zero_bubble(4, 3)

@@ -23,7 +23,7 @@ def _words(inputs: Path, steps: int) -> tuple[str, ...]:
     return (*train, *evaluation, f"train.max_steps={steps}", "save.strategy=steps", "save.steps=2")
 
 
-@pytest.mark.parametrize("layouts", [(INTERLEAVED, ("pp=2",)), (("pp=2", "schedule=gpipe"), INTERLEAVED)])
+@pytest.mark.parametrize("layouts", [(INTERLEAVED, ("pp=2",)), (("pp=2", "schedule=zero_bubble"), INTERLEAVED)])
 def test_a_run_goes_on_under_another_schedule(tmp_path: Path, layouts: tuple[tuple[str, ...], ...]) -> None:
     inputs = make_inputs(tmp_path, "llama-tied")
     whole = run(inputs, tmp_path / "whole", _words(inputs, 4))

@@ -1,0 +1,44 @@
+"""Rows that are too long, cut so that what is left still teaches: an answer stays whole, with the end of its turn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.data.format import IGNORED, Tokens
+
+
+def shorten(tokens: Tokens, length: int) -> Tokens | None:
+    """``tokens`` cut to at most ``length``, None where nothing that is left would be supervised.
+
+    A text that is supervised as a whole keeps its beginning. A conversation keeps its turns up to the last answer
+    that fits as a whole. If not even the first one does, its prompt loses its beginning (but for ``tokens.head``):
+    the answer stays. An answer that is too long by itself is not cut.
+    """
+    supervised = tokens.labels != IGNORED
+    if supervised.all():
+        return _kept(tokens, np.arange(length))
+    starts, ends = _runs(supervised)
+    fitting = ends[ends <= length]
+    if len(fitting) == len(ends):  # what is beyond is not supervised
+        return _kept(tokens, np.arange(length))
+    if len(fitting) and fitting[-1] > 1:
+        return _kept(tokens, np.arange(fitting[-1]))
+    start, end = int(starts[len(fitting)]), int(ends[len(fitting)])
+    room = length - tokens.head - (end - start)  # for the end of the prompt
+    if room < 1 or tokens.position_ids is not None:
+        return None
+    return _kept(tokens, np.concatenate([np.arange(tokens.head), np.arange(start - room, end)]))
+
+
+def _runs(supervised: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where supervised tokens that follow each other start and end (exclusive)."""
+    edges = np.diff(np.concatenate([[0], supervised.astype(np.int8), [0]]))
+    return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+
+
+def _kept(tokens: Tokens, places: np.ndarray) -> Tokens | None:
+    labels = tokens.labels[places]
+    if not (labels[1:] != IGNORED).any():
+        return None
+    positions = None if tokens.position_ids is None else tokens.position_ids[places]
+    return Tokens(tokens.input_ids[places], labels, positions, tokens.head)

@@ -1,0 +1,168 @@
+"""From the inner form of a row to its tokens, with one tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwise.data.chat import ChatEncoder
+from shardwise.data.format import IGNORED, BadRow, Sample, Text, Tokens, check_ids
+from shardwise.data.pairs import PairEncoder
+from shardwise.errors import ConfigError
+from shardwise.models.tokenizer import leading_bos
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TextEncoder:
+    """Turns :class:`Text` into :class:`Tokens`: a BOS where the tokenizer puts one, the pieces, one EOS.
+
+    The whole text is tokenised once. A token belongs to the piece of its last character, as those of a conversation.
+    ``loss`` is ``data.loss``: ``all_turns`` and ``text`` supervise every piece.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: str = "assistant") -> None:
+        self._tokenizer, self._all = tokenizer, loss in ("all_turns", "text")
+        self._bos, self._eos = leading_bos(tokenizer), tokenizer.eos_token_id
+
+    def __call__(self, row: Text) -> Tokens:
+        """Ids and labels of one row.
+
+        Raises:
+            BadRow: the tokenizer refuses the text.
+        """
+        text = "".join(piece for piece, _ in row.pieces)
+        given = not self._all and any(not supervised for _, supervised in row.pieces)
+        if given and not self._tokenizer.is_fast:
+            name = type(self._tokenizer).__name__
+            rule = "a prompt and its completion need a tokenizer that gives character offsets (a fast one)"
+            raise ConfigError(f"tokenizer = {name}", rule, 'Tokenise the rows yourself: {"input_ids", "labels"}')
+        try:
+            encoded = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=given or None, verbose=False
+            )
+        except (TypeError, ValueError) as error:
+            raise BadRow(f"the tokenizer refuses it: {error}") from None
+        ids = np.array(encoded["input_ids"], dtype=np.int64)
+        labels = ids.copy()
+        if given:
+            ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
+            start = 0
+            for piece, supervised in row.pieces:
+                if not supervised:
+                    labels[(ends > start) & (ends <= start + len(piece))] = IGNORED
+                start += len(piece)
+        return self._with_ends(ids, labels, self._all or row.pieces[-1][1])
+
+    def many(self, rows: Sequence[Text]) -> list[Tokens]:
+        """The tokens of rows that are supervised as a whole, in one call, which costs a fraction of one for each.
+
+        Raises:
+            TypeError, ValueError: the tokenizer refuses one of them.
+        """
+        texts = ["".join(piece for piece, _ in row.pieces) for row in rows]
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        found = (np.array(ids, dtype=np.int64) for ids in encoded["input_ids"])
+        return [self._with_ends(ids, ids.copy(), True) for ids in found]
+
+    def _with_ends(self, ids: np.ndarray, labels: np.ndarray, supervised: bool) -> Tokens:
+        if self._bos and list(ids[:1]) != self._bos:
+            ids = np.concatenate([self._bos, ids])
+            labels = np.concatenate([[IGNORED], labels])
+        if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
+            ids = np.append(ids, self._eos)
+            labels = np.append(labels, self._eos if supervised else IGNORED)
+        head = int(len(ids) > 0 and int(ids[0]) == self._tokenizer.bos_token_id)
+        return Tokens(ids.astype(np.int32), labels.astype(np.int32), head=head)
+
+
+class RowEncoder:
+    """Turns every inner form into :class:`Tokens`; the tokenizer is loaded at the first row that needs one.
+
+    Args:
+        tokenizer: gives the tokenizer.
+        template: a chat template; None takes the tokenizer's own.
+        vocab_size: rows of the model's embedding; every id is below it.
+        loss: what is supervised, ``data.loss``.
+
+    Attributes:
+        notes: what is to be said, once, of how rows are read; who says it takes it out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], PreTrainedTokenizerBase],
+        template: str | None,
+        vocab_size: int,
+        loss: str = "assistant",
+    ) -> None:
+        self._load, self._template, self._vocab_size, self._loss = tokenizer, template, vocab_size, loss
+        self.notes: list[str] = []
+
+    def __call__(self, row: Sample) -> Tokens:
+        """The tokens of a row.
+
+        Raises:
+            BadRow: the row cannot be encoded.
+            ConfigError: there is no tokenizer or no template that it could be encoded with.
+        """
+        if isinstance(row, Tokens):
+            return row  # its ids were checked where they were read
+        if isinstance(row, Text):
+            tokens = self._text(row)
+        else:
+            turns = {"messages": row.messages, "tools": row.tools, "learned": row.learned}
+            tokens = self._pairs(turns) if row.is_pair else self._chat(turns)
+        check_ids(tokens.input_ids, self._vocab_size, "the tokenizer's id")
+        return tokens
+
+    def many(self, rows: Sequence[Sample]) -> list[Tokens | BadRow]:
+        """The tokens of rows in their order; of one that cannot be encoded the reason.
+
+        Raises:
+            ConfigError: as for one row.
+        """
+        whole = [row for row in rows if isinstance(row, Text) and all(supervised for _, supervised in row.pieces)]
+        known: dict[int, Tokens] = {}
+        if whole:
+            with suppress(TypeError, ValueError):  # then each by itself, to find out which
+                known = dict(zip(map(id, whole), self._text.many(whole), strict=True))
+        return [self._one(row, known.get(id(row))) for row in rows]
+
+    def _one(self, row: Sample, known: Tokens | None) -> Tokens | BadRow:
+        try:
+            if known is None:
+                return self(row)
+            check_ids(known.input_ids, self._vocab_size, "the tokenizer's id")
+        except BadRow as error:
+            return error
+        return known
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded now if it was not."""
+        return self._load()
+
+    @cached_property
+    def _text(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer, self._loss)
+
+    @cached_property
+    def _chat(self) -> ChatEncoder:
+        encoder = ChatEncoder(self.tokenizer, self._template, self._loss)
+        if encoder.default_template is not None:
+            used = repr(encoder.default_template)
+            self.notes.append(f"the tokenizer has no chat template, so this one is used: {used}")
+        return encoder
+
+    @cached_property
+    def _pairs(self) -> PairEncoder:
+        encoder = PairEncoder(self.tokenizer, self._template, self._loss)
+        if encoder.is_plain:
+            self.notes.append("the tokenizer has no chat template: a row is its question, a line break, and its answer")
+        return encoder

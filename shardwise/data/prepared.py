@@ -1,0 +1,220 @@
+"""Data that is tokenised once: by several processes, into a folder that is named by all that its content depends on.
+
+A prepared folder is written whole or not at all, and one job at a time writes it; the others wait for it and open it.
+Every process of a machine maps the same files, so that a rank holds none of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.encode import RowEncoder
+from shardwise.data.format import Format
+from shardwise.data.readers import files_of
+from shardwise.data.rows import Source, chunks, parts_of, write_rows
+from shardwise.data.source import Item, Raw, local
+from shardwise.data.store import Rows, RowsWriter, open_rows
+from shardwise.data.tokenise import Chunk, Limits, tokenise
+from shardwise.errors import LaunchError
+from shardwise.models.tokenizer import load_tokenizer
+from shardwise.spec.described import code_hash
+from shardwise.spec.template import template_text
+
+# Keys of the section data on which a row's tokens do not depend.
+_ORDER_KEYS = {"train", "eval", "val_size", "max_samples", "packing", "group_by_length", "shuffle", "seed", "drop_last"}
+# Files of a model's folder that its tokenizer is made of.
+_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "sentencepiece", "added_tokens", "chat_template", "special")
+_KEPT_SECONDS = 30 * 86400.0  # a folder that nobody has opened for so long goes when another is written
+_AHEAD = 4  # chunks a process that wait for it
+Task = tuple[int, str, Format | None, list[Item]]  # number of the file, its name, its format, items that follow
+Progress = Callable[[int, float | None], None]  # (rows so far, share of the bytes or None where unknown)
+
+
+def data_folder(environ: Mapping[str, str]) -> Path | None:
+    """``shardwise/data`` in the user's cache; None for a user without a home."""
+    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
+    return None if base is None else Path(base) / "shardwise" / "data"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenizer_folder(source: Source) -> Path:
+    """Where the tokenizer of a run lies."""
+    return Path(source.run.tokenizer or source.run.model)
+
+
+def key_of(source: Source) -> str:
+    """Names the tokens of a source: by the bytes of its files, the tokenizer, the settings and the code."""
+    digest = hashlib.sha256()
+    settings = source.run.data.model_dump(mode="json", exclude=_ORDER_KEYS)
+    template = None if source.run.chat_template is None else template_text(source.run.chat_template)
+    sizes = [source.vocab_size, source.max_positions, source.max_samples]
+    versions = [version("transformers"), version("tokenizers"), code_hash(("data", "models"))]
+    digest.update(json.dumps([settings, template, sizes, versions], sort_keys=True).encode())
+    folder = local(tokenizer_folder(source))
+    names = sorted(name for name in os.listdir(folder) if any(part in name.lower() for part in _TOKENIZER_FILES))
+    for file in [*(folder / name for name in names), *files_of(source.path)]:
+        digest.update(f"\0{file}\0".encode("utf-8", "surrogateescape"))
+        with suppress(IsADirectoryError), local(file).open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def size_of(source: Source) -> int:
+    """Bytes of a source's files."""
+    return sum(local(file).stat().st_size for file in files_of(source.path))
+
+
+def find_prepared(source: Source, cache: Path | None) -> Path | None:
+    """The folder with the tokens of a source, None where there is none."""
+    if cache is None or not cache.is_dir():
+        return None
+    folder = cache / key_of(source)
+    return folder if folder.is_dir() else None
+
+
+def open_prepared(folder: Path) -> tuple[Rows, dict[str, Any]]:
+    """The rows of a prepared folder, mapped, and what :func:`shardwise.data.rows.write_rows` said of them.
+
+    Raises:
+        OSError, ValueError, KeyError: it is not all there.
+    """
+    rows, more = open_rows(folder)
+    with suppress(OSError):
+        os.utime(folder)  # the age of a folder is the time since it was last used
+    return rows, {"notes": list(more["notes"]), "counts": dict(more["counts"])}
+
+
+def prepare(source: Source, cache: Path, processes: int, progress: Progress | None = None) -> Path:
+    """Tokenise a source into its folder in ``cache``, unless it is there; the folder.
+
+    Another job that prepares the same at this moment is waited for. To be called in a process without threads of its
+    own: its children are forked.
+
+    Raises:
+        ConfigError: as :func:`shardwise.data.rows.load_rows`.
+        OSError: the cache cannot be written to.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    key = key_of(source)
+    folder = cache / key
+    with _locked(cache / f"{key}.lock"):
+        if folder.is_dir():
+            return folder
+        _forget_old(cache)
+        unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{key[:16]}-"))
+        try:
+            _write(source, unfinished, processes, progress)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # without locks another job may have been faster
+                    raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock, waiting for it; a file system without locks has the rename alone."""
+    with path.open("a") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # who waits holds the file itself, and finds the folder
+
+
+def _forget_old(cache: Path) -> None:
+    """Remove what nobody has used for a month, and what a killed job has left."""
+    for entry in cache.iterdir():
+        with suppress(OSError):
+            age = time.time() - entry.stat().st_mtime
+            if age > _KEPT_SECONDS and entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _write(source: Source, folder: Path, processes: int, progress: Progress | None) -> None:
+    parts = list(parts_of(source.path))
+    encode = source.encoder(lambda: load_tokenizer(tokenizer_folder(source)))
+    if processes > 1 and _needs_tokenizer(source):
+        _ = encode.tokenizer  # loaded once, before the processes part
+    total = size_of(source)
+
+    def found() -> Iterator[tuple[int, str, Chunk]]:
+        rows = seen = 0
+        work = chunks(parts, source.run.data.format, source.max_samples)
+        for number, file, chunk, num_bytes in _in_parallel(work, encode, source.limits, processes):
+            rows, seen = rows + chunk.num_items, seen + num_bytes
+            if progress is not None:
+                progress(rows, seen / total if seen and total else None)
+            yield number, file, chunk
+
+    writer = RowsWriter(folder)
+    told = write_rows(source, found(), writer)
+    writer.finish([file for file, _ in parts], told)
+
+
+def _needs_tokenizer(source: Source) -> bool:
+    """Whether the first row is text."""
+    first = next(chunks(list(parts_of(source.path)), source.run.data.format, 1), None)
+    return first is not None and first[2] not in (None, "tokens")
+
+
+class _Worker:
+    """What a forked process has of its parent: nothing of it is sent."""
+
+    encode: RowEncoder
+    limits: Limits
+
+
+def _work(task: Task) -> tuple[int, str, Chunk, int]:
+    number, file, kind, items = task
+    num_bytes = sum(len(item.data) for item in items if isinstance(item, Raw))
+    return number, file, tokenise(items, file, kind, _Worker.encode, _Worker.limits), num_bytes
+
+
+def _in_parallel(
+    tasks: Iterator[Task], encode: RowEncoder, limits: Limits, processes: int
+) -> Iterator[tuple[int, str, Chunk, int]]:
+    """The results of ``tasks`` in their order; a bounded number of them waits at any time."""
+    _Worker.encode, _Worker.limits = encode, limits
+    if processes <= 1:
+        yield from map(_work, tasks)
+        return
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    waiting: deque[Future[tuple[int, str, Chunk, int]]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(_work, task))
+            if len(waiting) >= processes * _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        rule = "a process that tokenises rows was killed (the memory may be full)"
+        raise LaunchError(
+            f"{processes} processes", rule, "Use fewer of them: shardwise data prepare --processes 1"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

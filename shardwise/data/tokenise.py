@@ -1,0 +1,120 @@
+"""Items of a file to token rows, many at a time: what a process of its own can do, with no word to anyone else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.data.convert import read_row
+from shardwise.data.cut import shorten
+from shardwise.data.detect import check_format, format_of
+from shardwise.data.encode import RowEncoder
+from shardwise.data.format import IGNORED, BadRow, Format, Sample, Tokens
+from shardwise.data.source import Item, Record, parse
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rows are held against.
+
+    ``tokens`` is the longest row (None: any), ``on_long`` what becomes of a longer one; ids lie below ``vocab_size``,
+    positions below ``max_positions``.
+    """
+
+    vocab_size: int
+    max_positions: int | None = None
+    tokens: int | None = None
+    on_long: str = "refuse"
+
+
+@dataclass
+class Chunk:
+    """Rows of one file in use, and what became of the others: ``(line, reason)`` and ``(line, length)``.
+
+    ``hopeless`` is a reason after which the file cannot be read on; ``notes`` say how the rows were read.
+    """
+
+    rows: list[Tokens] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    fingerprints: list[bytes] = field(default_factory=list)
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    hopeless: tuple[int, str] | None = None
+    refused: list[tuple[int, int]] = field(default_factory=list)
+    dropped: list[tuple[int, int]] = field(default_factory=list)
+    truncated: list[tuple[int, int]] = field(default_factory=list)
+    num_items: int = 0
+    notes: list[str] = field(default_factory=list)
+    kind: Format | None = None
+
+
+def num_supervised(labels: np.ndarray) -> int:
+    """Tokens that are predicted: labels from the second on (nothing comes before the first) that are not -100."""
+    return int(np.count_nonzero(labels[1:] != IGNORED))
+
+
+def fingerprint(tokens: Tokens) -> bytes:
+    """A hash of a row's ids, labels and positions, 8 bytes."""
+    parts = [tokens.input_ids, tokens.labels, *([] if tokens.position_ids is None else [tokens.position_ids])]
+    return hashlib.sha256(b"".join(part.astype("<i4").tobytes() for part in parts)).digest()[:8]
+
+
+def find_format(items: Sequence[Item], name: str) -> Format | None:
+    """The format of the first of ``items`` that has one."""
+    values = (parse(item, name).value for item in items)
+    return next((kind for value in values if (kind := format_of(value))), None)
+
+
+def tokenise(items: Sequence[Item], name: str, kind: Format | None, encode: RowEncoder, limits: Limits) -> Chunk:
+    """The rows of ``items``, which follow each other in the file ``name``.
+
+    Raises:
+        ConfigError: an encoding other than UTF-8, or rows for which there is no tokenizer or template.
+    """
+    chunk = Chunk(num_items=len(items), kind=kind)
+    records = [parse(item, name) for item in items]
+    read = [_read(record, kind, limits) for record in records]
+    encoded = iter(encode.many([row for row in read if not isinstance(row, BadRow)]))
+    for record, row in zip(records, read, strict=True):
+        tokens = row if isinstance(row, BadRow) else next(encoded)
+        if not isinstance(tokens, BadRow):
+            _add(chunk, record.line, tokens, limits)
+            continue
+        chunk.bad.append((record.line, str(tokens)))
+        if record.is_last:
+            chunk.hopeless = chunk.bad[-1]
+    chunk.notes, encode.notes = encode.notes, []
+    return chunk
+
+
+def _read(record: Record, kind: Format | None, limits: Limits) -> Sample | BadRow:
+    """A record in the inner form, or why it has none."""
+    try:
+        if record.error:
+            raise BadRow(record.error)
+        check_format(record.value, kind)
+        assert kind is not None
+        return read_row(record.value, kind, limits.vocab_size, limits.max_positions)
+    except BadRow as error:
+        return error
+
+
+def _add(chunk: Chunk, line: int, tokens: Tokens, limits: Limits) -> None:
+    """Keep a row, cut it, or note why it is left out."""
+    length, whole = len(tokens.input_ids), fingerprint(tokens)
+    if limits.tokens is not None and length > limits.tokens:
+        # A row whose answer would not stay whole teaches what is wrong: dropped and counted.
+        cut = shorten(tokens, limits.tokens) if limits.on_long == "truncate" else None
+        if limits.on_long == "refuse":
+            chunk.refused.append((line, length))
+            return
+        if cut is None:
+            chunk.dropped.append((line, length))
+            return
+        chunk.truncated.append((line, length))
+        tokens = cut
+    chunk.rows.append(tokens)
+    chunk.lines.append(line)
+    chunk.fingerprints.append(whole)

@@ -1,0 +1,162 @@
+"""Where the turns of a conversation stand in what a chat template has written.
+
+Found by rendering prefixes of the conversation, so that templates need no marks of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jinja2
+
+from shardwise.data.format import BadRow
+
+# What a template raises by itself or by a conversation that it was not written for, and a tokenizer on broken text.
+REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+Message = dict[str, Any]
+Span = tuple[int, int]  # characters [start, end)
+Render = Callable[[list[Message], bool], str]  # (messages, add_generation_prompt) -> text
+_STAND_INS = ("\u2021", "\u2020")  # for the words of a turn
+
+
+class TurnNotFoundError(BadRow):
+    """A turn of the assistant cannot be told from what stands around it."""
+
+
+def supervised_spans(
+    messages: list[Message], text: str, render: Render, loss: str, learned: Collection[int] | None = None
+) -> list[Span]:
+    """The parts of ``text``, the rendering of all ``messages``, that are learned, in their order.
+
+    Args:
+        loss: ``assistant``: what the assistant says, each turn with its end; ``last_turn``: the last of these;
+            ``all_turns``: what everybody says, without what the template writes before a turn; ``text``: everything.
+        learned: the places of the turns that the row says are learned (None: all); ``text`` does not look at it.
+
+    Raises:
+        BadRow: turns that cannot be found in ``text``.
+    """
+    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if loss in ("text", "last_turn"):
+        for k in turns:
+            if messages[k].get("tool_calls"):  # templates without tools leave calls out without a word
+                assistant_span(messages, k, text, render)
+    if loss == "text":
+        return [(0, len(text))]
+    wanted = set(range(len(messages)) if learned is None else learned)
+    if loss == "all_turns":
+        return _every_turn(messages, text, render, wanted)
+    chosen = turns[-1:] if loss == "last_turn" else turns
+    return [assistant_span(messages, k, text, render) for k in chosen if k in wanted]
+
+
+def assistant_span(messages: list[Message], k: int, text: str, render: Render) -> Span:
+    """The turn ``k`` of the assistant: from behind the generation prompt to its end as the template writes it.
+
+    Raises:
+        BadRow: the template writes the beginning of this conversation otherwise when more turns follow, or leaves
+            out what the assistant says.
+    """
+    message, content = messages[k], words_of(messages[k])
+    start = _start(messages[:k], content, text, render)
+    end = None if start is None else _end(messages[: k + 1], content, text, start, render)
+    if start is None or end is None or end <= start:
+        rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
+        raise TurnNotFoundError(
+            f"turn {k + 1} (assistant) cannot be found: {rule}, tokenise the rows yourself, or use data.loss=last_turn"
+        )
+    # Its last line, since a template may set a thought before the answer apart.
+    said = [content.splitlines()[-1]] if content else []
+    for words in [*said, *(call["function"]["name"] for call in message.get("tool_calls") or ())]:
+        if words not in text[start:end]:
+            what = "text" if words in said else f"call of {words}"
+            raise BadRow(f"the chat template leaves out the {what} of turn {k + 1} (it may want a list of parts)")
+    return start, end
+
+
+def words_of(message: Message) -> str:
+    """What is said in a turn, without space around it; beside calls of tools there may be no words."""
+    return (message.get("content") or "").strip()
+
+
+def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
+    """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
+
+    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, and
+    no later than its content.
+    """
+    prompt = render(before, True)
+    if text.startswith(prompt):
+        return len(prompt)
+    plain = render(before, False)
+    if not text.startswith(plain):
+        return None
+    parting = len(_whole_marks(text[: _shared(prompt, text)]))
+    place = text.find(content, len(plain)) if content else -1
+    return min(parting, place) if place >= 0 else parting
+
+
+def _end(turns: list[Message], content: str, text: str, start: int, render: Render) -> int | None:
+    """End of the last of ``turns``, which starts at ``start``."""
+    until = render(turns, False)
+    if text.startswith(until):
+        return len(until)
+    # The template decorates a turn (with an empty thought, say) only while it is the last one. What it writes behind
+    # the words, whatever they are, is the end of the turn, and may be that of the conversation, too: as much of it as
+    # follows them in the text.
+    other = next(mark for mark in _STAND_INS if not content.endswith(mark))
+    altered = render([*turns[:-1], {"role": "assistant", "content": other}], False)
+    tail = until[len(until) - _shared(until[::-1], altered[::-1]) :]
+    if turns[-1].get("tool_calls"):
+        place = text.find(tail, text.find(content, start) + len(content))
+        return place + len(tail) if place >= 0 and tail.strip() else None
+    place = text.find(content, start) if content else -1
+    while place >= 0:
+        end = place + len(content)
+        following = _whole_marks(tail[: _shared(tail, text[end : end + len(tail)])])
+        if following.strip() or not tail.strip():
+            return end + len(following)
+        place = text.find(content, place + 1)
+    return None
+
+
+def _whole_marks(text: str) -> str:
+    """``text`` without a mark that begins in it and does not end: ``<|end|>\n<`` is ``<|end|>\n``."""
+    return text[: text.rfind("<")] if text.rfind("<") > text.rfind(">") else text
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _every_turn(messages: list[Message], text: str, render: Render, wanted: Collection[int]) -> list[Span]:
+    spans: list[Span] = []
+    before = 0
+    for k, message in enumerate(messages):
+        content = words_of(message)
+        if message["role"] == "assistant":
+            start, end = assistant_span(messages, k, text, render)
+        elif content:
+            start = text.find(content, before)
+            if start < 0:
+                raise BadRow(f"the chat template leaves out the text of turn {k + 1}, or writes it elsewhere")
+            end = start + len(content)
+            end += _length_of_end(messages[: k + 1], content, text[end:], render)
+        else:
+            continue
+        before = end
+        if k in wanted:
+            spans.append((start, end))
+    return spans
+
+
+def _length_of_end(turns: Sequence[Message], content: str, following: str, render: Render) -> int:
+    """Characters of ``following`` that end the last of ``turns``; 0 where the template does not write it alone."""
+    try:
+        _, found, tail = render(list(turns), False).rpartition(content)
+    except REFUSALS:
+        return 0
+    return len(tail) if found and following.startswith(tail) else 0

@@ -1,0 +1,173 @@
+"""The profile of this machine: measured by its own processes, kept in the user's cache, read again. Loads no torch.
+
+A file is named by what its numbers depend on: processor, cores, number of processes and threads, versions, and the
+code that measures. What is measured in full takes the place of what was measured quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.agent import launch, threads_of
+from shardwise.launch.machine import available_cores, cpu_name, free_memory_bytes
+from shardwise.log import say
+from shardwise.measure.names import ANSWER, REQUEST, TARGET
+from shardwise.measure.profile import profile_of
+from shardwise.measure.samples import Samples
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.described import code_hash, description_folder, write_whole
+from shardwise.spec.plan import DeviceType
+
+AUTO = "auto"  # the name of the profile that is measured here
+LEVELS = ("full", "quick")  # the better first
+_MOST_PROCESSES = 256
+_SECONDS = 600  # after which a measurement counts as stuck
+_UNKNOWN_MEMORY = float(8 * 2**30)  # where the system does not tell how much it has
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def measure(processes: int, level: str, device_type: DeviceType = "cpu") -> Samples:
+    """Measure with ``processes`` processes at once. To be called on the main thread, before torch is imported.
+
+    Raises:
+        LaunchError: a process failed; its log is named on the terminal.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-measure-"))
+    code = -1
+    try:
+        memory = memory_share(processes)
+        request = {"level": level, "device_type": device_type, "cores": available_cores(), "memory_bytes": memory}
+        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        (folder / "plan.json").write_text(json.dumps({"device_type": device_type}), encoding="utf-8")
+        code = launch(folder, processes, target=TARGET)
+        if code:
+            rule = f"the processes that measure ended with status {code}"
+            raise LaunchError("shardwise measure", rule, "Measure again, with fewer processes")
+        return Samples.from_json(json.loads((folder / ANSWER).read_text(encoding="utf-8")))
+    finally:
+        if code != LaunchError.exit_code:  # a failed job's message names its log
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def memory_share(processes: int) -> float:
+    """Bytes of the machine's free memory for each of ``processes`` that share it."""
+    return (free_memory_bytes() or _UNKNOWN_MEMORY) / processes
+
+
+def keep(samples: Samples, environ: Mapping[str, str]) -> Path | None:
+    """Keep a measurement in the user's cache; its file, or None for a user without a home."""
+    path = _path(samples.processes, samples.level, samples.device_type, environ)
+    if path is not None:
+        write_whole(path, json.dumps(samples.to_json(), indent=1))
+    return path
+
+
+def known(processes: int, environ: Mapping[str, str], device_type: str = "cpu") -> Samples | None:
+    """The best measurement with so many processes that the cache holds; one that cannot be read counts as none."""
+    for level in LEVELS:
+        path = _path(processes, level, device_type, environ)
+        try:
+            if path is not None:
+                return Samples.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return None
+
+
+def measured_cluster(processes: int, environ: Mapping[str, str]) -> ClusterSpec:
+    """The profile of this machine's CPU for so many processes; measured quickly, once, where none is known.
+
+    The measurement runs in a child, so that it can be asked for anywhere.
+
+    Raises:
+        LaunchError: the child failed.
+    """
+    samples = known(processes, environ)
+    if samples is None:
+        say(f"measuring this machine with {processes} processes, once (a few seconds)")
+        samples = _measured_in_child(processes, environ)
+        keep(samples, environ)
+    return ClusterSpec.from_json(profile_of(samples, profile_name(samples)))
+
+
+def measured_here(processes: int | None, level: str, environ: Mapping[str, str], *, show: bool) -> Samples:
+    """Measure this machine's CPU and keep what was found; with ``show`` what is kept, without running anything.
+
+    Raises:
+        ConfigError: there is nothing to show, or there are too many processes.
+        LaunchError: as :func:`measure`.
+    """
+    number = processes or available_cores()
+    if number > _MOST_PROCESSES:
+        rule = f"{_MOST_PROCESSES} processes at once are the most"
+        raise ConfigError(f"--devices {number}", rule, f"Use --devices {_MOST_PROCESSES}")
+    if show:
+        samples = known(number, environ)
+        if samples is None:
+            rule = f"nothing was measured with {number} process{'' if number == 1 else 'es'}"
+            raise ConfigError("--show", rule, f"Run `shardwise measure --devices {number}` first")
+        return samples
+    say(f"measuring with {number} processes at once, {'about half a minute' if level == 'full' else 'a few seconds'}")
+    samples = measure(number, level)
+    path = keep(samples, environ)
+    say(f"kept as {path}" if path else "not kept: this user has no home folder")
+    return samples
+
+
+def save_profile(samples: Samples, path: Path) -> None:
+    """Write the profile of a measurement, for ``--cluster FILE``.
+
+    Raises:
+        ConfigError: the file has another ending than ``.json``, or cannot be written.
+    """
+    if path.suffix != ".json":
+        rule = "a profile is a file that ends in .json"
+        raise ConfigError(f"--output {path}", rule, f"Use --output {path}.json")
+    try:
+        path.write_text(json.dumps(profile_of(samples, profile_name(samples)), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written to ({error.strerror})"
+        raise ConfigError(f"--output {path}", rule, "Name another file") from None
+
+
+def profile_name(samples: Samples) -> str:
+    """What the profile of a measurement is called."""
+    return f"{samples.device_type}-{samples.processes}-measured"
+
+
+def _measured_in_child(processes: int, environ: Mapping[str, str]) -> Samples:
+    own = {name: value for name, value in environ.items() if name not in _PLACE and not name.startswith("TORCHELASTIC")}
+    command = [sys.executable, "-m", "shardwise.launch.measuring", str(processes), "quick"]
+    try:
+        done = subprocess.run(command, env=own, capture_output=True, timeout=_SECONDS, check=False)
+        return Samples.from_json(json.loads(done.stdout))
+    except subprocess.TimeoutExpired:
+        rule = f"did not end within {_SECONDS} s"
+    except (ValueError, KeyError, TypeError):
+        last = next(iter(done.stderr.decode(errors="replace").strip().splitlines()[-1:]), "")
+        rule = f"ended with status {done.returncode} ({last})"
+    raise LaunchError(" ".join(command[1:]), rule, "Give a strategy, or run `shardwise measure` to see why")
+
+
+def _path(processes: int, level: str, device_type: str, environ: Mapping[str, str]) -> Path | None:
+    folder = description_folder(environ)
+    if folder is None:
+        return None
+    parts: list[Any] = [cpu_name(), processes, threads_of(processes, environ), device_type]
+    parts += [version("torch"), code_hash(("measure",))]
+    digest = hashlib.sha256(chr(0).join(map(str, parts)).encode()).hexdigest()[:16]
+    return folder.parent / "machine" / f"{device_type}-{processes}-{level}-{digest}.json"
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]), sys.argv[2]).to_json()), flush=True)

@@ -1,0 +1,161 @@
+"""Data that is tokenised once: by several processes as by one, found again, and mapped by all."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.data import child, prepared
+from shardwise.data.mixing import combine, split_off
+from shardwise.data.prepared import find_prepared, key_of, open_prepared, prepare
+from shardwise.data.rows import Rows, Source, load_rows
+from shardwise.errors import ConfigError
+from shardwise.spec.rules import parse_run
+from tests.data.helpers import make_tokenizer, write
+
+TALKS = [
+    {"messages": [{"role": "user", "content": f"Hello {n}"}, {"role": "assistant", "content": "Fine " * (n % 5 + 1)}]}
+    for n in range(603)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def source(model: Path, path: Path, **data: Any) -> Source:
+    run = parse_run({"model": str(model), "data": {"train": str(path), **data}})
+    return Source(path, run, len(make_tokenizer()), 64, run.data.max_samples)
+
+
+def contents(rows: Rows) -> list[tuple[Any, ...]]:
+    return [(row.line, row.input_ids.tolist(), row.labels.tolist(), row.fingerprint, row.file) for row in rows]
+
+
+def test_several_processes_write_what_one_reads_and_the_second_time_nothing_is_done(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "d.jsonl", [*TALKS, {"messages": []}])
+    given, cache = source(model, path, on_bad_rows="skip"), tmp_path / "cache"
+    said: list[str] = []
+    read = load_rows(given, make_tokenizer, notify=said.append)
+    assert find_prepared(given, cache) is None
+    folder = prepare(given, cache, processes=2)
+    rows, told = open_prepared(folder)
+    assert isinstance(rows.stores[0].columns["input_ids"], np.memmap)
+    assert contents(rows) == contents(read)
+    assert (rows.fingerprint, rows.lengths.tolist()) == (read.fingerprint, read.lengths.tolist())
+    assert told["notes"] == said
+    assert told["counts"]["bad"] == {"the conversation is empty": 1}
+    assert contents(pickle.loads(pickle.dumps(rows))) == contents(read)  # for a machine that does not see the files
+    monkeypatch.setattr(prepared, "_write", lambda *arguments: pytest.fail("tokenised again"))
+    assert prepare(given, cache, processes=2) == folder == find_prepared(given, cache)
+
+
+def test_what_tokens_depend_on_names_them(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", TALKS[:3])
+    keys = {key_of(source(model, path))}
+    assert keys == {key_of(source(model, path, shuffle=False, seed=3, drop_last=True))}
+    for name, value in [("max_length", 20), ("max_samples", 2), ("on_long", "drop")]:
+        keys.add(key_of(source(model, path, **{name: value})))
+    write(path, TALKS[1:4])
+    keys.add(key_of(source(model, path)))
+    template = model / "chat_template.jinja"
+    before = template.read_text()
+    template.write_text("{{ messages }}")
+    keys.add(key_of(source(model, path)))
+    template.write_text(before)
+    assert len(keys) == 6
+
+
+@pytest.mark.slow
+def test_jobs_that_start_at_once_prepare_once_and_a_refusal_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    path, cache = write(tmp_path / "d.jsonl", TALKS[:5]), tmp_path / "cache"
+    given = source(model, path)
+    request = {
+        "run": given.run.model_dump(mode="json", by_alias=True),
+        "path": str(path),
+        "sizes": [given.vocab_size, 64, None],
+        "cache": str(cache),
+        "processes": 1,
+    }
+    command = [sys.executable, "-m", "shardwise.data.child"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    jobs = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write(json.dumps(request).encode())
+        job.stdin.close()
+    answers = [json.loads(job.stdout.read()) for job in jobs if job.stdout]
+    assert [job.wait() for job in jobs] == [0, 0]
+    (folder,) = cache.iterdir()
+    assert answers == [{"folder": str(folder)}] * 2
+    assert len(open_prepared(folder)[0]) == 5
+    write(path, [*TALKS[:3], {"messages": []}])
+    with pytest.raises(ConfigError, match=r"d.jsonl:4: the conversation is empty"):
+        prepare(source(model, path), cache, processes=1)
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_a_large_source_is_prepared_in_a_child_whose_refusal_comes_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "d.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [9999]}])
+    monkeypatch.setenv("PYTHONPATH", str(Path(child.__file__).parents[2]))
+    assert child.ready(source(model, path), tmp_path / "cache", 1, pytest.fail) is None  # small: not worth a child
+    monkeypatch.setattr(child, "SMALL_BYTES", 1)
+    with pytest.raises(ConfigError, match=r"d.jsonl:2: id 9999"):
+        child.ready(source(model, path), tmp_path / "cache", 1, pytest.fail)
+
+
+def test_rows_that_are_set_apart_are_the_same_each_time_and_never_trained_on(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"input_ids": [n, 1]} for n in range(100)])
+    rows = load_rows(source(model, path), make_tokenizer)
+    rest, apart = split_off(rows, 0.1, 42)
+    assert (len(rest), len(apart)) == (90, 10)
+    lines = [[row.line for row in part] for part in (rest, apart)]
+    assert sorted(lines[0] + lines[1]) == list(range(1, 101))
+    assert all(part == sorted(part) for part in lines)
+    assert [row.line for row in split_off(rows, 10, 42)[1]] == lines[1]
+    assert [row.line for row in split_off(rows, 10, 43)[1]] != lines[1]
+    with pytest.raises(ConfigError, match=r"data.val_size = 100: of 100 rows 100 would be set apart.*at most 99"):
+        split_off(rows, 100, 42)
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 1.0), (0.3, 0.1), (5.0, 1.0)])
+def test_sources_are_mixed_by_weight_and_no_row_is_lost(
+    model: Path, tmp_path: Path, weights: tuple[float, float] | None
+) -> None:
+    sizes, parts, given = (30, 7), [], []
+    for number, size in enumerate(sizes):
+        path = write(tmp_path / f"{number}.jsonl", [{"input_ids": [number, n, 1]} for n in range(size)])
+        parts.append(load_rows(source(model, path), make_tokenizer))
+        given.append({"path": str(path)} | ({} if weights is None else {"weight": weights[number]}))
+    run = parse_run({"model": "m", "data": {"train": given, "val_size": 4}})
+    epoch = combine(parts, run)
+    assert epoch.apart is not None
+    seen = [tuple(row.input_ids.tolist()) for row in epoch.rows]
+    apart = {tuple(row.input_ids.tolist()) for row in epoch.apart}
+    everything = {(number, n, 1) for number, size in enumerate(sizes) for n in range(size)}
+    assert set(seen) | apart == everything
+    assert not set(seen) & apart
+    assert epoch.counts == [sum(row[0] == number for row in seen) for number in (0, 1)]
+    times = [[seen.count(row) for row in everything - apart if row[0] == number] for number in (0, 1)]
+    assert all(max(found) - min(found) <= 1 for found in times)
+    if weights is None:
+        assert seen == sorted(seen)
+        return
+    assert epoch.counts[0] / epoch.counts[1] == pytest.approx(weights[0] / weights[1], rel=0.2)
+    assert min(map(min, times)) == 1
+    half = [row[0] for row in seen[: len(seen) // 2]].count(0) / (len(seen) // 2)
+    assert half == pytest.approx(epoch.counts[0] / len(seen), abs=0.1)

@@ -1,0 +1,194 @@
+"""Files of every kind, found by their content, and files that are broken in every way."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.readers import files_of, read_records
+from shardwise.errors import ConfigError
+from tests.data.helpers import load, make_tokenizer, write
+from tests.long import EVERYTHING
+
+ROWS = [{"prompt": "Why?", "response": 'So.\n"yes", ok'}, {"prompt": "你好", "response": "😀"}]
+
+
+def values(path: Path) -> list[Any]:
+    return [record.value for record in read_records(path)]
+
+
+def table(rows: list[dict[str, Any]], delimiter: str = ",") -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+ARRAY = json.dumps(ROWS, ensure_ascii=False, indent=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d.jsonl", LINES),
+        ("d.jsonl", ARRAY),
+        ("d.json", LINES),
+        ("d.json", ARRAY),
+        ("d.json", json.dumps(ROWS)),
+        ("d", LINES),
+        ("d.txt", LINES),
+        ("d.csv", table(ROWS)),
+        ("d.csv", "\ufeff" + table(ROWS, ";")),
+        ("d.tsv", table(ROWS, "\t")),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str, content: str, packed: bool) -> None:
+    data = content.encode("utf-8")
+    path = tmp_path / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert values(path) == ROWS
+
+
+def test_tables_of_arrow_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}], "tools": None}, {"messages": None, "tools": "x"}]
+    arrow = pa.Table.from_pylist(rows)
+    pq.write_table(arrow, tmp_path / "d.parquet")
+    saved = tmp_path / "saved"  # as the library datasets writes it
+    saved.mkdir()
+    with (
+        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, arrow.schema) as out,
+    ):
+        out.write_table(arrow)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    expected = [{"messages": [{"role": "user", "content": "a"}]}, {"tools": "x"}]
+    assert values(tmp_path / "d.parquet") == expected
+    (part,) = files_of(saved)
+    assert values(part) == expected
+    (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-40])
+    with pytest.raises(ConfigError, match=r"e.parquet: the file is broken after row 0"):
+        read_records(tmp_path / "e.parquet")
+
+
+def test_a_folder_stands_for_its_files_and_each_may_have_its_own_format(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b" / "a.jsonl", [{"input_ids": [1, 2]}])
+    (tmp_path / "a.csv").write_text('input_ids,labels\n"[3, 4]",\n"[5, 6]","[-100, 6]"\n')
+    (tmp_path / "README.md").write_text("no rows")
+    (tmp_path / ".hidden.jsonl").write_text("{")
+    rows = load(tmp_path)
+    assert [row.input_ids.tolist() for row in rows] == [[3, 4], [5, 6], [1, 2]]
+    assert [(Path(row.file).name, row.line) for row in rows] == [("a.csv", 2), ("a.csv", 3), ("a.jsonl", 1)]
+    assert rows[1].labels.tolist() == [-100, 6]
+    write(tmp_path / "b" / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [999]}])
+    with pytest.raises(ConfigError, match=r"b/a.jsonl:2: id 999"):
+        load(tmp_path)
+
+
+def test_each_line_of_a_text_is_a_row_that_is_learned_as_a_whole(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    (tmp_path / "d.txt").write_text("Hello\n\n你好\n", encoding="utf-8")
+    rows = load(tmp_path / "d.txt", len(tokenizer), tokenizer=lambda: tokenizer)
+    assert [tokenizer.decode(row.input_ids) for row in rows] == ["Hello</s>", "你好</s>"]
+    assert [row.line for row in rows] == [1, 3]
+    assert all((row.labels == row.input_ids).all() for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("d.csv", "prompt,response\na,b\nc\nd,e\n", [":3: has 1 cells for 2 columns"]),
+        ("d.csv", 'prompt,response\n"a"x,b\nd,e\n', [":2: not a row of a table"]),
+        ("d.csv", "prompt,response\na,b\nc,\xff\n".encode("latin-1"), [":3", "not UTF-8"]),
+        ("d.txt", "Hello\n你好\n".encode("gb18030"), [":2", "not UTF-8", "GBK"]),
+        ("d.jsonl", gzip.compress(b'{"text": "a"}')[:-9], ["cannot be read"]),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(
+    tmp_path: Path, name: str, content: str | bytes, words: list[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        load(path, len(tokenizer), tokenizer=lambda: tokenizer)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_row_that_hides_those_behind_it_is_never_left_out(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text('[{"input_ids": [1, 2]}, {"input_ids": [3 4]}, {"input_ids": [5, 6]}]')
+    with pytest.raises(ConfigError, match="would lose them"):
+        load(tmp_path / "d.json", on_bad_rows="skip")
+    (tmp_path / "d.csv").write_text('input_ids\n"[1, 2]"\n"[3, 4]\n"[5, 6]"\n')
+    with pytest.raises(ConfigError, match="would lose them"):
+        load(tmp_path / "d.csv", on_bad_rows="skip")
+
+
+TOKENIZER = make_tokenizer()
+
+# Files that are broken in every way: each row is used, or counted, or the file is refused in one message.
+
+GOOD = st.lists(st.integers(0, 131), min_size=2, max_size=5).map(lambda ids: json.dumps({"input_ids": ids}).encode())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["input_ids", "labels", "messages", "role", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+BROKEN = st.one_of(
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.binary(max_size=12).map(lambda data: data.replace(b"\n", b" ")),
+    st.text(max_size=8).map(lambda text: text.encode("utf-8", "surrogatepass").replace(b"\n", b" ")),
+    GOOD.flatmap(lambda line: st.integers(0, len(line)).map(lambda cut: line[:cut])),
+)
+
+
+@settings(
+    max_examples=1000 if EVERYTHING else 40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    lines=st.lists(GOOD | BROKEN, max_size=8),
+    name=st.sampled_from(["d.jsonl", "d.json", "d.csv", "d.txt", "d", "d.parquet"]),
+    skip=st.booleans(),
+)
+def test_a_broken_file_is_refused_or_its_rows_are_counted(
+    tmp_path: Path, lines: list[bytes], name: str, skip: bool
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(lines))
+    said: list[str] = []
+    try:
+        rows = load(
+            path,
+            len(TOKENIZER),
+            tokenizer=lambda: TOKENIZER,
+            on_bad_rows="skip" if skip else "refuse",
+            max_positions=64,
+            notify=said.append,
+        )
+    except ConfigError as error:
+        assert "Traceback" not in str(error)
+        return
+    found = read_records(path)
+    left_out = sum(int(part.split(" bad rows")[0].split()[-1]) for part in said if " bad rows" in part)
+    dropped = sum(int(part.split(" rows longer")[0].split()[-1]) for part in said if " rows longer" in part)
+    assert len(rows) + left_out + dropped == len(found)
+    assert skip or not left_out

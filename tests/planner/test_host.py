@@ -1,0 +1,71 @@
+"""Processes that share the cores of one machine: what their estimates and their search add."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from benchmarks.measured_plans import legal_plans
+from shardwise.launch.planning import work_of
+from shardwise.measure.profile import profile_of
+from shardwise.planner.cost import estimate
+from shardwise.planner.host import on_cluster
+from shardwise.planner.job import Candidate, Job
+from shardwise.planner.search import search
+from shardwise.planner.shape import Shape, model_costs
+from shardwise.spec.cluster import ClusterSpec, load_cluster
+from shardwise.spec.run import TrainConfig
+from tests.measure.made_samples import made_samples
+from tests.spec.model_folder import make_spec
+
+
+def cluster(cores: int) -> ClusterSpec:
+    return ClusterSpec.from_json(profile_of(made_samples(4, cores), "made"))
+
+
+def job(cores: int = 2, vocab: int = 512, rows: int = 8) -> Job:
+    shape = Shape("tiny", 4, 64, 4, 2, 16, 128, vocab)
+    on = cluster(cores)
+    work = on_cluster(work_of(64, "fp32", TrainConfig()), on)
+    with TemporaryDirectory() as folder:
+        model = make_spec(Path(folder), hidden_size=64, intermediate_size=128, vocab_size=vocab)
+    return Job(model, model_costs(shape, (1, 2, 4)), on, 4, rows, work, all_devices=True)
+
+
+@pytest.mark.parametrize("candidate", [Candidate(pp=4, stages=(1, 1, 1, 1)), Candidate(pp=2, tp=2, stages=(3, 1))])
+def test_who_waits_leaves_the_core_to_others(candidate: Candidate) -> None:
+    shared, alone = job(2), job(4)
+    layout = candidate.layout(shared.rows)
+    slow = replace(alone.cluster, chip=replace(alone.cluster.chip, shared=1.0))
+    fast = replace(slow, chip=replace(slow.chip, shared=2.0))
+    costs = [estimate(shared.costs, on, layout, shared.work) for on in (slow, fast)]
+    assert all(min(cost.time_terms.values()) >= 0 for cost in costs)
+    work = sum(costs[0].time_terms.values()) - costs[0].time_terms["bubble"]
+    assert costs[1].step_seconds < costs[0].step_seconds
+    assert costs[1].step_seconds >= costs[0].step_seconds / 2
+    assert costs[1].time_terms["bubble"] <= costs[0].time_terms["bubble"]
+    assert work > 0
+    assert 0 <= costs[1].bubble <= costs[0].bubble < 1
+
+
+@pytest.mark.parametrize(("cores", "vocab", "rows"), [(2, 512, 8), (1, 8192, 12), (4, 512, 16)])
+def test_the_search_finds_the_fastest_of_all_legal_plans(cores: int, vocab: int, rows: int) -> None:
+    wanted = job(cores, vocab, rows)
+    found = search(wanted, top=1, only_runnable=True).plans[0]
+    best = legal_plans(wanted)[0]
+    assert found.candidate.devices == 4
+    assert found.step_seconds <= best.step_seconds * (1 + 1e-9)
+
+
+def test_memory_counts_what_a_process_has_above_its_imports() -> None:
+    wanted = job()
+    candidate = Candidate(tp=2, dp_replicate=2, micro_batch_size=2, stages=(4,))
+    terms = estimate(wanted.costs, wanted.cluster, candidate.layout(8), wanted.work).memory_terms[0]
+    assert "slack" not in terms
+    assert terms["base"] < 2**24
+    going = sum(terms[name] for name in ("gradients", "activations", "logits", "workspace", "gathered"))
+    assert terms["heap"] == pytest.approx(0.33 * going)
+    assert on_cluster(wanted.work, load_cluster("a100-80gb")) is wanted.work

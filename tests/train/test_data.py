@@ -1,0 +1,71 @@
+"""Every rank has the same rows: mapped where it sees the cache, received where it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from shardwise.config import apply_overrides
+from shardwise.data import child
+from shardwise.data.memory import MemoryData
+from shardwise.errors import ConfigError
+from shardwise.launch.resolve import prepare
+from shardwise.testing import run_distributed
+from shardwise.train import data
+from tests.fixtures import make_rows
+from tests.spec.model_folder import make_folder
+
+
+def _rank(rank: int, overrides: list[str], cache: Path) -> tuple[list[Any], list[str]]:
+    """For each way that rows come by: whether they are mapped and what they are; what was said."""
+    run, plan = prepare(apply_overrides({}, overrides), command="script")
+    found, said = [], list[str]()
+    listed = [json.loads(line) for line in Path(str(run.data.train)).read_text().splitlines()]
+    held = MemoryData({str(run.data.train): lambda: iter(listed)})
+    for small, sees_cache, memory in ((1 << 30, True, None), (1, True, None), (1, rank == 0, None), (1, True, held)):
+        with mock.patch.object(child, "SMALL_BYTES", small), mock.patch.object(data, "open_prepared") as opened:
+            opened.side_effect = child_open if sees_cache else FileNotFoundError
+            reader = data.DataReader(run, plan, memory, cache, 1, said.append)
+            rows, apart = reader.train_rows()
+        assert apart is not None
+        mapped = isinstance(rows.stores[0].columns["input_ids"], np.memmap)
+        lines = [[row.line for row in part] for part in (rows, apart)]
+        found.append((mapped, lines, [row.labels.tolist() for row in rows], rows.fingerprint))
+    return found, said
+
+
+def child_open(folder: Path) -> Any:
+    from shardwise.data.prepared import open_prepared
+
+    return open_prepared(folder)
+
+
+def _refused(rank: int, overrides: list[str]) -> str:
+    run, plan = prepare(apply_overrides({}, overrides), command="script")
+    with pytest.raises(ConfigError) as error:
+        data.DataReader(run, plan, None, None, 1, print).train_rows()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_ranks_have_the_same_rows_however_they_come_by_them(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    overrides = [f"model={tmp_path / 'model'}", f"data.train={path}", "data.val_size=3", "device=cpu"]
+    first, second = run_distributed(_rank, 2, overrides, tmp_path / "cache")
+    held, mapped, *_ = first[0]
+    assert [ways[0] for ways in first[0]] == [False, True, False, True]
+    assert [ways[0] for ways in second[0]] == [False, True, False, True]
+    assert {json.dumps(ways[1:]) for ways in first[0] + second[0]} == {json.dumps(held[1:])}
+    assert [path.name.startswith(".held") for path in (tmp_path / "cache").iterdir()] == [False]
+    assert mapped[1:] == held[1:]
+    assert sorted(held[1][0] + held[1][1]) == list(range(1, 9))
+    assert any("not every machine sees" in line for line in first[1])
+    path.write_text('{"input_ids": [1, 2]}\n{"input_ids": [9999]}\n')
+    assert [text.partition(": ")[2][:7] for text in run_distributed(_refused, 2, overrides)] == ["id 9999"] * 2
