@@ -26,7 +26,7 @@ def work(tmp_path: Path) -> Iterator[Work]:
     """A run on four ranks that may be started again twice."""
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     paths = [f"model={make_folder(tmp_path / 'model')}", f"data.train={tmp_path / 'rows.jsonl'}"]
-    given = [f"output_dir={tmp_path / 'out'}", "device=cpu", "devices=4", "restarts=2"]
+    given = [f"output_dir={tmp_path / 'out'}", "device=cpu", "devices=4", "pp=1", "restarts=2"]
     run, plan = prepare(apply_overrides({}, [*paths, *given]))
     output = write_run(run, plan)
     (output / "logs").mkdir()
