@@ -27,7 +27,7 @@ from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.refine import refine
 from shardwise.planner.search import search
-from shardwise.planner.space import enumerate_space, sequence_choices, shard_degrees, with_virtual_stages
+from shardwise.planner.space import enumerate_space, sequence_choices, shard_degrees, with_schedules
 from shardwise.planner.sweep import not_runnable
 from shardwise.spec.run import TrainConfig
 from shardwise.spec.strategy import Strategy
@@ -81,8 +81,8 @@ class RankResult:
 def legal_plans(job: Job) -> list[Planned]:
     """Every candidate of the space that the runtime can execute, with its best cut; the fastest by prediction first."""
     found: dict[Candidate, Planned] = {}
-    space = with_virtual_stages(job, enumerate_space(job, job.devices - 1, job.devices).columns)
-    names = ("tp", "cp", "pp", "dp", "m", "ep", "v")
+    space = with_schedules(job, enumerate_space(job, job.devices - 1, job.devices).columns)
+    names = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
     for values in zip(*(space.columns[name].tolist() for name in names), strict=True):
         row = dict(zip(names, values, strict=True))
         if row["v"] > MOST_VIRTUAL:
@@ -99,7 +99,7 @@ def legal_plans(job: Job) -> list[Planned]:
                     reshard=reshard,
                     sequence_parallel=sequence_parallel,
                     micro_batch_size=row["m"],
-                    schedule="interleaved" if row["v"] > 1 else "1f1b",
+                    schedule="interleaved" if row["v"] > 1 else "zero_bubble" if row["halves"] else "1f1b",
                     virtual_stages=row["v"],
                 )
                 if (sequence_parallel and row["tp"] == 1) or not_runnable(candidate, job.work.precision):
@@ -146,7 +146,7 @@ def measure_rank(rank: int, setting: Setting) -> RankResult:
         tokens = torch.randint(0, vocab, (ROWS, LENGTH + 1), generator=generator)
         ids, targets = (part[own].reshape(shape) for part in (tokens[:, :-1], tokens[:, 1:]))
         number = ROWS * LENGTH
-        batch = Batch(ids, targets, positions, lengths, number, number, ROWS, (), None, 0, 0, START)
+        batch = Batch(ids, targets, positions, lengths, number, number, number, ROWS, (), None, 0, 0, START)
         dist.barrier()
         began = time.perf_counter()
         loss = train_step(model, optimizer, batch, 1e-4, 1.0, []).loss

@@ -19,7 +19,8 @@ _BASE_BYTES = 12 * 2**20
 # The heap keeps what a step frees, and little of it fits what is allocated next: a rank grows to more than it holds at
 # any moment. Share of what comes and goes in a step, gradients too; measured on 30 plans of two small models, most of
 # them between 0.2 and 0.5. Under sequence parallelism pieces and whole sequences alternate, and it is more.
-_HEAP, _HEAP_OF_SEQUENCES = 0.33, 0.45
+# Processes that gather weights keep small pieces alone (``launch/heap``).
+_HEAP, _HEAP_OF_SEQUENCES, _HEAP_BESIDE_GATHERS = 0.33, 0.45, 0.25
 _COMING_AND_GOING = ("gradients", "activations", "logits", "workspace", "gathered")
 
 
@@ -35,6 +36,8 @@ def on_cluster(work: Work, cluster: ClusterSpec) -> Work:
 
 def heap_share(layout: Layout) -> float:
     """Bytes that the heap keeps for each byte that comes and goes."""
+    if layout.zero:
+        return _HEAP_BESIDE_GATHERS
     return _HEAP_OF_SEQUENCES if layout.sequence_parallel else _HEAP
 
 
