@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.api import fields
-from shardwise.config import NOT_AVAILABLE, apply_overrides
+from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import prepare
 from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
-from shardwise.spec.run import LoraConfig, RunConfig
+from shardwise.spec.run import LoraConfig
 from tests.check.commands import checks_a_plan, shows_a_model
 from tests.checkpoint.commands import exports_a_checkpoint
 from tests.data.commands import prepares_data, shows_data
@@ -39,7 +38,6 @@ PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")] + [
     (path, ROOT / "docs/zh" / path.name) for path in sorted((ROOT / "docs/en").glob("*.md"))
 ]
 PAGES = [page for pair in PAIRS for page in pair]
-NOT_YET = {"en": "Not yet: ", "zh": "暂不可用："}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -402,6 +400,10 @@ def common(link: str) -> str:
     return link.replace("README.zh.md", "README.md").replace("zh/", "en/")
 
 
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
 def table_widths(page: Path) -> list[int]:
     """Number of cells of each table row, in order."""
     return [len(cells(line)) for line in prose(page).splitlines() if line.startswith("|")]
@@ -426,83 +428,3 @@ def test_files_that_the_text_names_exist(page: Path) -> None:
         if (ROOT / "shardwise" / room).is_dir():
             assert path.is_file(), f"{name(page)}: {room}/{module}"
             assert attribute in ("", "py") or re.search(rf"^(class|def) {attribute}\b", read(path), re.MULTILINE)
-
-
-# The reference of keys.
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def key_rows(language: str) -> dict[str, tuple[str, str]]:
-    """Key -> (default, meaning), of every table whose first column holds keys."""
-    rows: dict[str, tuple[str, str]] = {}
-    in_keys = False
-    for line in prose(ROOT / f"docs/{language}/contract.md").splitlines():
-        if not line.startswith("|"):
-            in_keys = False
-        elif cells(line)[0] in ("Key", "配置项"):
-            in_keys = True
-        elif in_keys and (key := re.fullmatch(r"`([\w.]+)`", cells(line)[0])):
-            assert key[1] not in rows, f"{key[1]} stands twice"
-            rows[key[1]] = (cells(line)[1], cells(line)[2])
-    return rows
-
-
-def refused_values(language: str) -> dict[str, str]:
-    """Key -> the value that the reference says is not available yet."""
-    found = {}
-    for key, (_, meaning) in key_rows(language).items():
-        if match := re.search(NOT_YET[language] + r"`([^`]+)`", meaning):
-            found[key] = match[1]
-    return found
-
-
-def default_of(key: str) -> Any:
-    """The default in the code; None where it is filled in later."""
-    section, _, field = key.rpartition(".")
-    owner = LoraConfig if section == "lora" else RunConfig
-    if section and section != "lora":
-        owner = RunConfig.model_fields[section].annotation  # type: ignore[assignment]
-    default = next(f for n, f in owner.model_fields.items() if (f.alias or n) == field).default
-    return None if default is PydanticUndefined else default
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_reference_lists_exactly_the_keys(language: str) -> None:
-    known = rules.known_keys()
-    leaves = [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
-    assert sorted(key_rows(language)) == sorted(leaves)
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_reference_gives_the_defaults_of_the_code(language: str) -> None:
-    for key, (shown, _) in key_rows(language).items():
-        default = default_of(key)
-        if default is not None:
-            text = shown.strip("`")
-            read_back = apply_overrides({}, [f"value={text}"])["value"]
-            assert read_back == (list(default) if isinstance(default, tuple) else default), key
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_reference_marks_what_is_not_available(language: str) -> None:
-    marked = refused_values(language)
-    for key, value in marked.items():
-        tree = apply_overrides({"model": "x"}, [f"{key}={value}"])
-        with pytest.raises(ConfigError, match=NOT_AVAILABLE):
-            rules.parse_run(tree)
-    assert {key for key in rules._NEUTRAL if key != "lora"} <= set(marked)
-
-
-def test_documented_values_are_accepted() -> None:
-    """What a row names as a choice, before the mark of what is not available, is one."""
-    for key in ("optimizer", "lr_scheduler"):
-        meaning = key_rows("en")[f"train.{key}"][1]
-        for value in re.findall(r"`(\w+)`", meaning):
-            assert rules.parse_run({"model": "x", "train": {key: value}})
-    for key in ("data.on_long", "data.format", "strategy.schedule"):
-        meaning = key_rows("en")[key][1].split(NOT_YET["en"])[0]
-        for value in re.findall(r"`(\w+)`", meaning):
-            assert rules.parse_run(apply_overrides({"model": "x"}, [f"{key}={value}"]))

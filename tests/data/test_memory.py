@@ -141,8 +141,8 @@ def test_with_a_template_the_row_is_a_conversation() -> None:
     for encoder in (PairEncoder(tokenizer(TEMPLATE)), PairEncoder(tokenizer(), TEMPLATE)):
         tokens = encoder({"messages": turns})
         assert not encoder.is_plain
-        assert tokens.input_ids.tolist() == [7, 3, 6, 5, 8, 4, 5, 6]
-        assert tokens.labels.tolist()[:4] == [-100] * 4
+        assert tokens.input_ids.tolist() == [7, 3, 6, 5, 8, 4, 5, 6, 2]  # the template ends no turn
+        assert tokens.labels.tolist() == [-100] * 4 + [8, 4, 5, 6, 2]
 
 
 def test_rows_from_memory_are_named_in_messages_and_the_plain_default_is_told() -> None:
