@@ -20,7 +20,7 @@ _BASE_BYTES = 12 * 2**20
 # any moment. Share of what comes and goes in a step, gradients too; measured on 30 plans of two small models, most of
 # them between 0.2 and 0.5. Under sequence parallelism pieces and whole sequences alternate, and it is more.
 # Processes that gather weights keep small pieces alone (``launch/heap``).
-_HEAP, _HEAP_OF_SEQUENCES, _HEAP_BESIDE_GATHERS = 0.33, 0.45, 0.25
+_HEAP, _HEAP_OF_SEQUENCES, _HEAP_BESIDE_GATHERS = 0.33, 0.6, 0.25
 _COMING_AND_GOING = ("gradients", "activations", "logits", "workspace", "gathered")
 
 
