@@ -51,7 +51,10 @@ def rank_memory(
     if work.counted == "first step":
         terms = _first_step(terms, work)
     elif work.counted == "process":
-        terms["heap"] = heap_bytes(terms, layout)
+        sizes = [
+            sum(dense_and_expert([one], layout, trainable=False)) / one[1] for one in kinds if one[0].name not in ENDS
+        ]
+        terms["heap"] = heap_bytes(terms, layout, float(max(sizes, default=0.0)) * work.sent_weight_bytes)
     elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     if work.counted in ("device", "process"):
