@@ -8,7 +8,7 @@ What is left is scaled by one factor a source, so that a part counts only for wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -71,15 +71,25 @@ PARTS: dict[str, Callable[[Run], float]] = {
 }
 
 
+def dense_runs() -> list[Run]:
+    """The scored rows of models without experts."""
+    return [run for run, _ in load() if run.costs.num_experts == 0]
+
+
+def error(runs: Sequence[Run], predicted: Callable[[Run], float]) -> tuple[float, float]:
+    """The mean error of predictions, and what is left of it after one factor a source."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        ratios[run.source].append(predicted(run) / (run.seconds or 1.0))
+    raw = fmean(abs(ratio - 1) for some in ratios.values() for ratio in some)
+    return raw, fmean(abs(ratio / median(some) - 1) for some in ratios.values() for ratio in some)
+
+
 def main() -> None:
     """One line a part."""
-    runs = [(run, row) for run, row in load() if run.costs.num_experts == 0]
+    runs = dense_runs()
     for name, predicted in PARTS.items():
-        ratios: dict[str, list[float]] = defaultdict(list)
-        for run, row in runs:
-            ratios[row["source"]].append(predicted(run) / (run.seconds or 1.0))
-        raw = fmean(abs(ratio - 1) for some in ratios.values() for ratio in some)
-        scaled = fmean(abs(ratio / median(some) - 1) for some in ratios.values() for ratio in some)
+        raw, scaled = error(runs, predicted)
         print(f"without {name:30s} {raw:6.1%}, after one factor a source {scaled:6.1%}", flush=True)
 
 

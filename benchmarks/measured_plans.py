@@ -146,7 +146,7 @@ def measure_rank(rank: int, setting: Setting) -> RankResult:
         tokens = torch.randint(0, vocab, (ROWS, LENGTH + 1), generator=generator)
         ids, targets = (part[own].reshape(shape) for part in (tokens[:, :-1], tokens[:, 1:]))
         number = ROWS * LENGTH
-        batch = Batch(ids, targets, positions, lengths, number, number, ROWS, (), None, 0, 0, START)
+        batch = Batch(ids, targets, positions, lengths, number, number, number, ROWS, (), None, 0, 0, START)
         dist.barrier()
         began = time.perf_counter()
         loss = train_step(model, optimizer, batch, 1e-4, 1.0, []).loss

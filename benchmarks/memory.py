@@ -139,7 +139,19 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     positions = torch.arange(LENGTH).expand(shape)
     count = ids.numel()
     batch = Batch(
-        ids, targets, positions, torch.full(ids.shape[:2], ids.shape[2]), count, count, ROWS, (), None, 0, 0, START
+        ids,
+        targets,
+        positions,
+        torch.full(ids.shape[:2], ids.shape[2]),
+        count,
+        count,
+        count,
+        ROWS,
+        (),
+        None,
+        0,
+        0,
+        START,
     )
     for _ in range(STEPS):
         loss = train_step(model, optimizer, batch, LEARNING_RATE, MAX_GRAD_NORM, []).loss

@@ -107,6 +107,7 @@ def ours(setting: Setting) -> Callable[[Tensor, Tensor], float]:
             torch.full(shape[:2], shape[2]),
             num_tokens,
             num_tokens,
+            num_tokens,
             ROWS,
             (),
             None,

@@ -29,7 +29,7 @@ from tests.check.commands import checks_a_plan, shows_a_model
 from tests.checkpoint.commands import exports_a_checkpoint
 from tests.data.commands import prepares_data, shows_data
 from tests.fixtures import make_model, make_rows
-from tests.measure.commands import measures
+from tests.measure.commands import MEASURING
 from tests.parallel.lora_harness import make_adapter
 from tests.planner.commands import calibrates, estimates_runs, plans_a_model
 
@@ -294,9 +294,7 @@ COMMANDS: dict[str, Check] = {
     "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 8 --explain": plans_a_model,
     "shardwise train run.yaml cluster=cpu devices=4": is_valid_run,
     f"{PLAIN_RUN} devices=4": is_valid_run,
-    "shardwise measure": measures,
-    "shardwise measure --quick --devices 4 --output machine.json": measures,
-    "shardwise measure --devices 4 --show": measures,
+    **MEASURING,
     "shardwise model show DIR": shows_a_model,
     "shardwise model show llama2-70b": shows_a_model,
     f"{PLAIN_RUN} strategy.plan=plan.json": runs_a_plan,

@@ -87,8 +87,15 @@ class ChatEncoder:
         raise refusal
 
     def _encode(self, messages: list[Message], tools: Any, learned: Collection[int] | None) -> Tokens:
+        known: dict[tuple[int, bool], str] = {}  # of the conversation's own beginnings: rendering is half of the work
+
         def render(part: list[Message], add_generation_prompt: bool) -> str:
-            return self._render(part, tools, add_generation_prompt)
+            if part and part[-1] is not messages[len(part) - 1]:
+                return self._render(part, tools, add_generation_prompt)
+            place = len(part), add_generation_prompt
+            if place not in known:
+                known[place] = self._render(part, tools, add_generation_prompt)
+            return known[place]
 
         try:
             text = render(messages, False)

@@ -7,7 +7,6 @@ one JSON object on stdin, a refusal one on stdout.
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,5 +112,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # rank 0 ignores it, and its children with it
     sys.exit(main())

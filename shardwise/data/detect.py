@@ -50,14 +50,12 @@ def format_of(value: Any) -> Format | None:
 
 def has_format(value: dict[str, Any], name: Format) -> bool:
     """Whether a row has the columns of a format; what stands in them is looked at when they are read."""
-    turns = turns_column(value)
     match name:
         case "tokens":
             return "input_ids" in value
-        case "messages":
-            return turns is not None and not _is_sharegpt(value[turns])
-        case "sharegpt":
-            return turns is not None and _is_sharegpt(value[turns])
+        case "messages" | "sharegpt":
+            turns = turns_column(value)
+            return turns is not None and _is_sharegpt(value[turns]) == (name == "sharegpt")
         case "alpaca":
             return {"instruction", "output"} <= value.keys()
         case "prompt_completion":
@@ -81,9 +79,12 @@ def pair_columns(value: dict[str, Any]) -> tuple[str, str] | None:
 
 def text_column(value: dict[str, Any]) -> str | None:
     """The column of a text to learn as a whole; turns and pairs are none, whatever else they hold."""
+    found = next((name for name in TEXTS if name in value), None)
+    if found is None or len(value) == 1:
+        return found
     if turns_column(value) or pair_columns(value) or any(keys <= value.keys() for keys, _ in _FOREIGN):
         return None
-    return next((name for name in TEXTS if name in value), None)
+    return found
 
 
 def _is_sharegpt(turns: Any) -> bool:

@@ -67,8 +67,17 @@ class TextEncoder:
         """
         texts = ["".join(piece for piece, _ in row.pieces) for row in rows]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        found = (np.array(ids, dtype=np.int64) for ids in encoded["input_ids"])
-        return [self._with_ends(ids, ids.copy(), True) for ids in found]
+        return [self._whole(ids) for ids in encoded["input_ids"]]
+
+    def _whole(self, ids: list[int]) -> Tokens:
+        """:meth:`_with_ends` of ids that are all supervised, without the arrays in between."""
+        added = [] if ids[:1] == self._bos else self._bos
+        end = [] if self._eos is None or ids[-1:] == [self._eos] else [self._eos]
+        whole = np.array([*added, *ids, *end], dtype=np.int32)
+        labels = whole.copy()
+        labels[: len(added)] = IGNORED
+        head = int(len(whole) > 0 and int(whole[0]) == self._tokenizer.bos_token_id)
+        return Tokens(whole, labels, head=head)
 
     def _with_ends(self, ids: np.ndarray, labels: np.ndarray, supervised: bool) -> Tokens:
         if self._bos and list(ids[:1]) != self._bos:

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import deque
@@ -32,7 +33,7 @@ from shardwise.data.store import Rows, RowsWriter, open_rows
 from shardwise.data.tokenise import Chunk, Limits, tokenise
 from shardwise.errors import LaunchError
 from shardwise.models.tokenizer import load_tokenizer
-from shardwise.spec.described import code_hash
+from shardwise.spec.described import code_hash, write_whole
 from shardwise.spec.template import template_text
 
 # Keys of the section data on which a row's tokens do not depend.
@@ -40,6 +41,8 @@ _ORDER_KEYS = {"train", "eval", "val_size", "max_samples", "packing", "group_by_
 # Files of a model's folder that its tokenizer is made of.
 _TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "sentencepiece", "added_tokens", "chat_template", "special")
 _KEPT_SECONDS = 30 * 86400.0  # a folder that nobody has opened for so long goes when another is written
+_LARGE_BYTES = 64 << 20  # of a file that takes a while to hash
+_SETTLED_SECONDS = 2.0  # a younger file may change again within the resolution of its time
 _AHEAD = 4  # chunks a process that wait for it
 Task = tuple[int, str, Format | None, list[Item]]  # number of the file, its name, its format, items that follow
 Progress = Callable[[int, float | None], None]  # (rows so far, share of the bytes or None where unknown)
@@ -61,8 +64,11 @@ def tokenizer_folder(source: Source) -> Path:
     return Path(source.run.tokenizer or source.run.model)
 
 
-def key_of(source: Source) -> str:
-    """Names the tokens of a source: by the bytes of its files, the tokenizer, the settings and the code."""
+def key_of(source: Source, cache: Path | None = None) -> str:
+    """Names the tokens of a source: by the bytes of its files, the tokenizer, the settings and the code.
+
+    What the bytes of a large file come to is kept in ``cache`` for as long as the file is not touched.
+    """
     digest = hashlib.sha256()
     settings = source.run.data.model_dump(mode="json", exclude=_ORDER_KEYS)
     template = None if source.run.chat_template is None else template_text(source.run.chat_template)
@@ -73,9 +79,30 @@ def key_of(source: Source) -> str:
     names = sorted(name for name in os.listdir(folder) if any(part in name.lower() for part in _TOKENIZER_FILES))
     for file in [*(folder / name for name in names), *files_of(source.path)]:
         digest.update(f"\0{file}\0".encode("utf-8", "surrogateescape"))
-        with suppress(IsADirectoryError), local(file).open("rb") as handle:
-            digest.update(hashlib.file_digest(handle, "blake2b").digest())
+        digest.update(_bytes_digest(local(file), cache).encode())
     return digest.hexdigest()
+
+
+def _bytes_digest(file: Path, cache: Path | None) -> str:
+    """A hash of what a file holds; of a folder the empty text."""
+    if file.is_dir():
+        return ""
+    found = file.stat()
+    memo = None
+    if cache is not None and found.st_size >= _LARGE_BYTES and time.time() - found.st_mtime > _SETTLED_SECONDS:
+        place = [str(file.resolve()), found.st_size, found.st_mtime_ns, found.st_ino]
+        memo = cache / "digests" / hashlib.sha256(repr(place).encode("utf-8", "surrogateescape")).hexdigest()
+        with suppress(OSError):
+            return memo.read_text(encoding="ascii")
+    digest = _hashed(file)
+    if memo is not None:
+        write_whole(memo, digest)
+    return digest
+
+
+def _hashed(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "blake2b").hexdigest()
 
 
 def size_of(source: Source) -> int:
@@ -87,7 +114,7 @@ def find_prepared(source: Source, cache: Path | None) -> Path | None:
     """The folder with the tokens of a source, None where there is none."""
     if cache is None or not cache.is_dir():
         return None
-    folder = cache / key_of(source)
+    folder = cache / key_of(source, cache)
     return folder if folder.is_dir() else None
 
 
@@ -114,7 +141,7 @@ def prepare(source: Source, cache: Path, processes: int, progress: Progress | No
         OSError: the cache cannot be written to.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    key = key_of(source)
+    key = key_of(source, cache)
     folder = cache / key
     with _locked(cache / f"{key}.lock"):
         if folder.is_dir():
@@ -202,7 +229,9 @@ def _in_parallel(
     if processes <= 1:
         yield from map(_work, tasks)
         return
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(processes, fork, initializer=signal.signal, initargs=ignore)
     waiting: deque[Future[tuple[int, str, Chunk, int]]] = deque()
     try:
         for task in tasks:

@@ -58,7 +58,8 @@ def files_of(path: Path) -> list[Path]:
     if (place / _SAVED_SPLITS).is_file():
         splits = sorted(entry.name for entry in place.iterdir() if (entry / _SAVED).is_file())
         rule = f"is a folder of the splits {', '.join(splits)}"
-        raise ConfigError(show(path), rule, f"Name one of them: {show(path)}/{splits[0] if splits else 'SPLIT'}")
+        first = "train" if "train" in splits else next(iter(splits), "SPLIT")
+        raise ConfigError(show(path), rule, f"Name one of them: {show(path)}/{first}")
     if (place / _SAVED).is_file():
         return [path / name for name in _saved_parts(path)]
     found = sorted(Path(folder) / name for folder, _, names in os.walk(place) for name in names if _is_data(name))

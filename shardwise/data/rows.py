@@ -22,10 +22,10 @@ from shardwise.spec.run import RunConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Row", "Rows", "load_rows", "name_lines", "num_supervised", "row_hash"]
+__all__ = ["Row", "Rows", "load_rows", "name_lines", "name_rows", "num_supervised", "row_hash"]
 
 _log = logging.getLogger(__name__)
-_SHOWN_RANGES = 20
+_SHOWN_RANGES, _SHOWN_FILES = 20, 5
 CHUNK = 500  # items that are tokenised at once; the format is found among the first so many
 
 
@@ -47,6 +47,16 @@ def name_lines(lines: Sequence[int]) -> str:
     return f"{'row' if len(lines) == 1 else 'rows'} of {'line' if len(lines) == 1 else 'lines'} {', '.join(shown)}" + (
         f" and {left} more" if left else ""
     )
+
+
+def name_rows(rows: Sequence[Row]) -> str:
+    """``rows of lines 3-5, 7``; with the files behind them where there are several."""
+    files = list(dict.fromkeys(row.file for row in rows))
+    if len(files) <= 1:
+        return name_lines([row.line for row in rows])
+    parts = [f"{name_lines([row.line for row in rows if row.file == file])} of {file}" for file in files[:_SHOWN_FILES]]
+    left = sum(row.file not in files[:_SHOWN_FILES] for row in rows)
+    return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
 @dataclass(frozen=True)

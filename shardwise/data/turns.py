@@ -47,8 +47,12 @@ def supervised_spans(
     wanted = set(range(len(messages)) if learned is None else learned)
     if loss == "all_turns":
         return _every_turn(messages, text, render, wanted)
-    chosen = turns[-1:] if loss == "last_turn" else turns
-    return [assistant_span(messages, k, text, render) for k in chosen if k in wanted]
+    chosen = [k for k in (turns[-1:] if loss == "last_turn" else turns) if k in wanted]
+    spans = [assistant_span(messages, k, text, render) for k in chosen]
+    for k, (_, end), (start, _) in zip(chosen, spans, spans[1:], strict=False):
+        if end > start:
+            raise _not_found(k)
+    return spans
 
 
 def assistant_span(messages: list[Message], k: int, text: str, render: Render) -> Span:
@@ -62,10 +66,7 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
     start = _start(messages[:k], content, text, render)
     end = None if start is None else _end(messages[: k + 1], content, text, start, render)
     if start is None or end is None or end <= start:
-        rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
-        raise TurnNotFoundError(
-            f"turn {k + 1} (assistant) cannot be found: {rule}, tokenise the rows yourself, or use data.loss=last_turn"
-        )
+        raise _not_found(k)
     # Its last line, since a template may set a thought before the answer apart.
     said = [content.splitlines()[-1]] if content else []
     for words in [*said, *(call["function"]["name"] for call in message.get("tool_calls") or ())]:
@@ -73,6 +74,13 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
             what = "text" if words in said else f"call of {words}"
             raise BadRow(f"the chat template leaves out the {what} of turn {k + 1} (it may want a list of parts)")
     return start, end
+
+
+def _not_found(k: int) -> TurnNotFoundError:
+    rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
+    return TurnNotFoundError(
+        f"turn {k + 1} (assistant) cannot be found: {rule}, tokenise the rows yourself, or use data.loss=last_turn"
+    )
 
 
 def words_of(message: Message) -> str:
@@ -83,8 +91,8 @@ def words_of(message: Message) -> str:
 def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
     """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
 
-    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, and
-    no later than its content.
+    Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, or
+    with its content where that happens to begin alike.
     """
     prompt = render(before, True)
     if text.startswith(prompt):
@@ -93,8 +101,8 @@ def _start(before: list[Message], content: str, text: str, render: Render) -> in
     if not text.startswith(plain):
         return None
     parting = len(_whole_marks(text[: _shared(prompt, text)]))
-    place = text.find(content, len(plain)) if content else -1
-    return min(parting, place) if place >= 0 else parting
+    place = text.rfind(content, len(plain), parting + len(content))
+    return place if 0 <= place <= parting < place + len(content) else parting
 
 
 def _end(turns: list[Message], content: str, text: str, start: int, render: Render) -> int | None:
@@ -111,13 +119,15 @@ def _end(turns: list[Message], content: str, text: str, start: int, render: Rend
     if turns[-1].get("tool_calls"):
         place = text.find(tail, text.find(content, start) + len(content))
         return place + len(tail) if place >= 0 and tail.strip() else None
-    place = text.find(content, start) if content else -1
-    while place >= 0:
-        end = place + len(content)
-        following = _whole_marks(tail[: _shared(tail, text[end : end + len(tail)])])
-        if following.strip() or not tail.strip():
-            return end + len(following)
-        place = text.find(content, place + 1)
+    # A template may strip the words, or leave out the thought before them in turns that are not the last.
+    for words in dict.fromkeys((turns[-1]["content"], content, content.rpartition("</think>")[2].strip())):
+        place = text.find(words, start) if words else -1
+        while place >= 0:
+            end = place + len(words)
+            following = _whole_marks(tail[: _shared(tail, text[end : end + len(tail)])])
+            if following.strip() or not tail.strip():
+                return end + len(following)
+            place = text.find(words, place + 1)
     return None
 
 
@@ -140,7 +150,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
         if message["role"] == "assistant":
             start, end = assistant_span(messages, k, text, render)
         elif content:
-            start = text.find(content, before)
+            start = _place_of_words(messages[: k + 1], content, text, before, render)
             if start < 0:
                 raise BadRow(f"the chat template leaves out the text of turn {k + 1}, or writes it elsewhere")
             end = start + len(content)
@@ -151,6 +161,21 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
         if k in wanted:
             spans.append((start, end))
     return spans
+
+
+def _place_of_words(turns: list[Message], content: str, text: str, before: int, render: Render) -> int:
+    """Where the words of the last of ``turns`` stand in ``text``, behind ``before``; negative: nowhere.
+
+    Other words in their place show where it is: short ones may stand in what the template writes, too.
+    """
+    other = next(mark for mark in _STAND_INS if not content.startswith(mark))
+    try:
+        place = _shared(render([*turns[:-1], turns[-1] | {"content": other}], False), text)
+    except REFUSALS:
+        place = -1
+    if place >= before and text.startswith(content, place):
+        return place
+    return text.find(content, before)
 
 
 def _length_of_end(turns: Sequence[Message], content: str, following: str, render: Render) -> int:

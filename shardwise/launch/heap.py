@@ -9,7 +9,7 @@ from contextlib import suppress
 # other, what is free at the heap's end is given back.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 2**30
-_GATHERED_BYTES = 2**25
+_GATHERED_BYTES = 2**23
 
 
 def keep_freed_pages(gathers: bool = False) -> None:
@@ -20,8 +20,8 @@ def keep_freed_pages(gathers: bool = False) -> None:
 
     Args:
         gathers: weights are shared out over data ranks. Gathered weights and summed gradients come and go in sizes
-            that leave holes between them: kept, they made a rank a third larger, and the step no faster. Then only
-            what is below glibc's own largest threshold is kept.
+            that leave holes between them: kept, they made one rank of four a third to nine tenths larger. Then only
+            what is smaller than most of them is kept.
     """
     with suppress(OSError, AttributeError):  # another C library: it has no such switch
         mallopt = ctypes.CDLL(None).mallopt

@@ -18,7 +18,7 @@ from shardwise.measure.compute import time_attention, time_elementwise, time_ope
 from shardwise.measure.names import ANSWER, REQUEST
 from shardwise.measure.samples import Samples
 
-_SPANS = {"quick": (0.05, 3), "full": (0.08, 3)}  # seconds of a span, and rounds
+_SPANS = {"quick": (0.03, 3), "full": (0.08, 3)}  # seconds of a span, and rounds
 Sample = TypeVar("Sample")
 
 

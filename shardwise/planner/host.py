@@ -19,7 +19,9 @@ _BASE_BYTES = 12 * 2**20
 # The heap keeps what a step frees, and little of it fits what is allocated next: a rank grows to more than it holds at
 # any moment. Share of what comes and goes in a step, gradients too; measured on 30 plans of two small models, most of
 # them between 0.2 and 0.5. Under sequence parallelism pieces and whole sequences alternate, and it is more.
-_HEAP, _HEAP_OF_SEQUENCES = 0.33, 0.45
+# Processes that gather weights keep pieces below 8 MiB alone (``launch/heap``), which is much where blocks are smaller.
+_HEAP, _HEAP_OF_SEQUENCES, _HEAP_BESIDE_GATHERS, _HEAP_OF_GATHERS = 0.33, 0.6, 0.25, 0.8
+KEPT_BESIDE_GATHERS = 2**23
 _COMING_AND_GOING = ("gradients", "activations", "logits", "workspace", "gathered")
 
 
@@ -35,9 +37,16 @@ def on_cluster(work: Work, cluster: ClusterSpec) -> Work:
 
 def heap_share(layout: Layout) -> float:
     """Bytes that the heap keeps for each byte that comes and goes."""
+    if layout.zero:
+        return _HEAP_BESIDE_GATHERS
     return _HEAP_OF_SEQUENCES if layout.sequence_parallel else _HEAP
 
 
-def heap_bytes(terms: Mapping[str, Any], layout: Layout) -> float:
-    """What a process keeps of memory that it has freed, from the terms of what tensors hold."""
-    return heap_share(layout) * float(sum(terms[name] for name in _COMING_AND_GOING))
+def heap_bytes(terms: Mapping[str, Any], layout: Layout, block_bytes: float) -> float:
+    """What a process keeps of memory that it has freed, from the terms of what tensors hold.
+
+    Args:
+        block_bytes: weights of the largest block as it is gathered.
+    """
+    small = layout.zero and block_bytes < KEPT_BESIDE_GATHERS
+    return (_HEAP_OF_GATHERS if small else heap_share(layout)) * float(sum(terms[name] for name in _COMING_AND_GOING))

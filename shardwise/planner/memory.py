@@ -13,7 +13,7 @@ from shardwise.planner.host import heap_bytes, heap_share
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
-from shardwise.planner.state import STATE, gathered_bytes, state_terms
+from shardwise.planner.state import STATE, gathered_bytes, gradients_apart, state_terms
 from shardwise.spec.block import Amount, PartCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
@@ -46,10 +46,15 @@ def rank_memory(
     kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
     terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
     terms["gathered"] = _gathered(kinds, layout, work)
+    if gradients_apart(layout, work):
+        terms = _larger(terms, ("gradients",), ("activations", "logits"))
     if work.counted == "first step":
         terms = _first_step(terms, work)
     elif work.counted == "process":
-        terms["heap"] = heap_bytes(terms, layout)
+        sizes = [
+            sum(dense_and_expert([one], layout, trainable=False)) / one[1] for one in kinds if one[0].name not in ENDS
+        ]
+        terms["heap"] = heap_bytes(terms, layout, float(max(sizes, default=0.0)) * work.sent_weight_bytes)
     elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     if work.counted in ("device", "process"):
@@ -65,6 +70,12 @@ def _first_step(terms: dict[str, Any], work: Work) -> dict[str, Any]:
     passing = terms | {"optimizer": terms["optimizer"] * (1 - moments)}
     updating = {name: size if name in STATE else 0.0 for name, size in terms.items()}
     return max(passing, updating, key=lambda one: sum(one.values()))
+
+
+def _larger(terms: dict[str, Any], some: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
+    """The terms without those of two groups that are less."""
+    less = min(some, others, key=lambda names: sum(terms[name] for name in names))
+    return {name: 0.0 if name in less else size for name, size in terms.items()}
 
 
 def slack_share(work: Work, layout: Layout) -> float:

@@ -22,7 +22,7 @@ from shardwise.planner.layout import Layout
 from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
 from shardwise.planner.parts import Placed, tied_copy
 from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
-from shardwise.planner.state import gathered_bytes, state_terms
+from shardwise.planner.state import gathered_bytes, gradients_apart, state_terms
 from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts, RecomputeLevel
 
 _SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
@@ -327,8 +327,12 @@ def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
 
 
 def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
-    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them."""
-    return sum(state_terms([(part, 1, "none") for part in parts], layout, job.work).values())
+    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them.
+
+    Gradients that come as activations go are left out: activations are taken to be more.
+    """
+    terms = state_terms([(part, 1, "none") for part in parts], layout, job.work)
+    return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
 
 
 def _gathered_bytes(job: Job, layout: Layout) -> Any:
@@ -379,7 +383,8 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     # Whole blocks can move from the first ranks, which hold most, to later ones: an average rank's load decides.
     average = state + (inflight + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1)) / 2 * rates.saved * slack
     average = average + ahead / 2
-    need = np.maximum(base + blocks * average, np.maximum(first + per_block, last + last_block))
+    even = np.where(pp == 1, first + blocks * per_block, base + blocks * average + (first + last - 2 * base) / pp)
+    need = np.maximum(even, np.maximum(first + per_block, last + last_block))
     if layout.recompute != "full":
         return need, np.ones(len(pp)) if layout.recompute != "none" else np.zeros(len(pp))
     gain = blocks * inflight * (rates.saved_all - rates.saved) * slack

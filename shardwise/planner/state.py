@@ -47,6 +47,18 @@ def state_terms(parts: Sequence[Placed], layout: Layout, work: Work) -> dict[str
     return dict(zip(STATE, (weights, gradients, optimizer), strict=True))
 
 
+def gradients_apart(layout: Layout, work: Work) -> Any:
+    """Whether gradients come only as activations go, so that the larger of both decides and not their sum.
+
+    So it is in the one backward pass of a step on our runtime, where no bucket for the sums of replicas holds them.
+    The heap of a CPU process keeps what activations leave, and little of it fits gradients: there both count.
+    """
+    if not work.ours or work.counted == "process":
+        return False
+    once = (layout.pp == 1) & (layout.num_micro_batches == 1)
+    return once if layout.zero else once & (layout.dp == 1)
+
+
 def gathered_bytes(blocks: Sequence[Any], ends: Any, layout: Layout, work: Work) -> Any:
     """Bytes of what comes and goes with the traffic of data ranks that share out.
 
@@ -60,8 +72,8 @@ def gathered_bytes(blocks: Sequence[Any], ends: Any, layout: Layout, work: Work)
         block = largest(block, size)
     if not work.ours:
         return largest(block, ends) * (2 * work.sent_weight_bytes + work.sent_gradient_bytes)
-    # What enters the sum of a unit's gradients is a copy in fp32; all around the blocks is one unit.
-    sums = largest(block, ends) * work.sent_gradient_bytes
+    # What enters the sum of a block's gradients is a copy in fp32; that of the ends comes when activations are gone.
+    sums = block * work.sent_gradient_bytes
     if layout.zero < 3:
         return sums
     # The ends stay gathered through a pass; of the blocks this one and the next are, and this one's fresh gradient.

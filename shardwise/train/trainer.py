@@ -15,7 +15,7 @@ from shardwise.checkpoint.listing import CHECKPOINTS
 from shardwise.checkpoint.shelf import link, supersede
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
-from shardwise.data.rows import name_lines
+from shardwise.data.rows import name_rows
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -183,13 +183,13 @@ class Trainer:
         seconds = time.perf_counter() - began
         # A step without supervised tokens exchanges nothing; the request is heard at the next one.
         stop, writing, failed, *peaks = result.notes or [0.0, 1.0, 0.0, *peaks]
-        lines = [parts.loader.rows[index].line for index in batch.rows]
-        self.policy.check(result, number, name_lines(lines))
+        rows = [parts.loader.rows[index] for index in batch.rows]
+        self.policy.check(result, number, name_rows(rows))
         self.state = TrainState(number, self.state.num_updates + (result.loss is not None), batch.next_state)
         self.losses.append(result.loss)
         values = self._values(batch, result, seconds) | {"lr": rate, "peak_memory_bytes": int(max(peaks))}
         if result.skipped is not None:
-            values |= {"skipped": f"{result.skipped} in {name_lines(lines)}", "lines": lines}
+            values |= {"skipped": f"{result.skipped} in {name_rows(rows)}", "lines": [row.line for row in rows]}
         self.callbacks.call("on_step_end", number, MappingProxyType(values))
         if failed or not writing:
             self._finish_save()

@@ -88,6 +88,8 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         (["strategy.micro_batch=2"], "unknown key. Did you mean strategy.micro_batch_size?"),
         (["--html", "none/page.html"], "cannot be written to"),
         (["--output", "other.txt"], "is there, and is no plan"),
+        (["--fix", "tp=16"], "strategy.tp = 16: takes 16 devices, and 4 are given"),
+        (["--fix", "recompute=40"], "strategy.recompute = 40: the model has 28 blocks. Use full, or at most 28"),
         (["sequence_parallel=true", "tp=1"], "strategy.tp is 1"),
     ],
 )
@@ -98,6 +100,12 @@ def test_what_cannot_be_planned_is_refused(arguments: list[str], words: str) -> 
     assert words in str(refused.value)
     assert Path("other.txt").read_text() == "mine"
     assert not Path("plan.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_found_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.planner.search.search", lambda *_: pytest.fail("the search has begun"))
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        shardwise("--output", "none/plan.json")
 
 
 def test_planning_loads_no_torch() -> None:

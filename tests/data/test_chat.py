@@ -86,7 +86,7 @@ def test_a_template_that_decorates_only_the_last_answer(tmp_path: Path) -> None:
     assert answered == "Hi 😀<|im_end|>\n今天天气很好。<|im_end|>\n<think>\n\n</think>\n\n42<|im_end|>\n"
 
 
-@pytest.mark.parametrize("first", ["Hi", "<b>Hi</b>"])
+@pytest.mark.parametrize("first", ["Hi", "<b>Hi</b>", "a"])
 def test_a_generation_prompt_that_begins_a_thought_which_no_turn_has(tmp_path: Path, first: str) -> None:
     tokenizer = make_tokenizer(CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"))
     row = load_one(tmp_path, tokenizer, conversation("user:Hello", f"assistant:{first}", "user:you", "assistant:good"))
@@ -240,6 +240,21 @@ def test_what_is_learned_is_chosen(tmp_path: Path, tokenizer: PreTrainedTokenize
             load_one(tmp_path, tokenizer, conversation(*TALK), loss=loss)
 
 
+def test_short_words_are_not_taken_for_what_the_template_writes(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    row = load_one(tmp_path, tokenizer, conversation("system:s", "user:user", "assistant:a", "user:a", "assistant:t"))
+    every = load_one(
+        tmp_path,
+        tokenizer,
+        conversation("system:s", "user:user", "assistant:a", "user:a", "assistant:t"),
+        loss="all_turns",
+    )
+    assert tokenizer.decode(row.labels[row.labels != -100]) == "a<|im_end|>\nt<|im_end|>\n"
+    said = "".join(f"{word}<|im_end|>\n" for word in ("s", "user", "a", "a", "t"))
+    assert tokenizer.decode(every.labels[every.labels != -100]) == said
+
+
 def test_all_turns_of_a_template_that_puts_the_system_text_elsewhere(tmp_path: Path) -> None:
     folded = (
         "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.index == 2 and messages[0].role == 'system' %}"
@@ -314,3 +329,20 @@ def test_an_answer_beyond_the_limit_stays_whole_or_its_row_is_dropped(tmp_path: 
     assert tokenizer.decode(rows[0].input_ids).endswith("<|im_start|>assistant\nHi<|im_end|>\n")
     assert "1 rows longer" in said[0]
     assert "2 rows cut" in said[1]
+
+
+def test_other_forms_of_rows_follow_the_same_choice(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def said(row: dict[str, Any], loss: str) -> str:
+        loaded = load_one(tmp_path, tokenizer, row, loss=loss)
+        return str(tokenizer.decode(loaded.labels[loaded.labels != -100]))
+
+    completion = {"prompt": "Hello ", "completion": "Hi"}
+    assert said(completion, "assistant") == said(completion, "last_turn") == "Hi</s>"
+    assert said(completion, "text") == said(completion, "all_turns") == "Hello Hi</s>"
+    pair = {"question": "Hello", "answer": "Hi"}
+    assert said(pair, "assistant") == "Hi<|im_end|>\n"
+    assert said(pair, "all_turns") == "Hello<|im_end|>\nHi<|im_end|>\n"
+    talk = conversation(*TALK[1:5])
+    talk["messages"][1]["weight"] = 0  # given, not learned
+    assert said(talk, "assistant") == "two<|im_end|>\n"
+    assert said(talk, "all_turns") == "Hello<|im_end|>\nHi<|im_end|>\ntwo<|im_end|>\n"

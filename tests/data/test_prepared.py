@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -76,6 +77,22 @@ def test_what_tokens_depend_on_names_them(model: Path, tmp_path: Path) -> None:
     keys.add(key_of(source(model, path)))
     template.write_text(before)
     assert len(keys) == 6
+
+
+def test_a_large_file_is_hashed_once_and_again_when_it_is_touched(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = write(tmp_path / "d.jsonl", TALKS[:3]), tmp_path / "cache"
+    monkeypatch.setattr(prepared, "_LARGE_BYTES", path.stat().st_size)
+    os.utime(path, (1, 1))
+    key = key_of(source(model, path), cache)
+    hashed: list[Path] = []
+    monkeypatch.setattr(prepared, "_hashed", lambda file: hashed.append(file) or "other")
+    key_of(source(model, path), cache)
+    assert path not in hashed
+    os.utime(path, (2, 2))
+    assert key != key_of(source(model, path), cache)
+    assert path in hashed
 
 
 @pytest.mark.slow

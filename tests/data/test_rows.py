@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardwise.data.rows import name_lines, num_supervised, row_hash
+from shardwise.data.rows import name_lines, name_rows, num_supervised, row_hash
 from shardwise.errors import ConfigError
 from tests.data.helpers import load, make_row, write
 
@@ -52,6 +53,12 @@ def test_row_hash_is_sha256_of_little_endian_int32() -> None:
 )
 def test_rows_are_named_by_their_lines(lines: list[int], text: str) -> None:
     assert name_lines(lines) == text
+
+
+def test_rows_of_several_files_are_named_with_them() -> None:
+    rows = [replace(make_row(0, [1]), line=line, file=file) for line, file in [(3, "a"), (7, "b"), (4, "a")]]
+    assert name_rows(rows) == "rows of lines 3-4 of a, row of line 7 of b"
+    assert name_rows(rows[::2]) == "rows of lines 3-4"
 
 
 def test_the_first_label_predicts_nothing() -> None:

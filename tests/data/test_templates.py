@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardwise.data.chat import ChatEncoder
 from shardwise.data.format import IGNORED, BadRow
+from shardwise.data.turns import supervised_spans
 from tests.data.helpers import make_tokenizer
 from tests.llama2 import make_llama2
 
@@ -161,12 +165,39 @@ def test_the_mask_is_that_of_the_templates_own_marks(tokenizers: dict[str, Any],
         assert tokenizer.add_bos_token is False or tokens.input_ids.tolist().count(bos) <= 1 or bos is None
 
 
+WORDS = st.lists(
+    st.sampled_from(["a", "user", "<", "think", "\n", "x <|im_end|>", "1", "好", " a", "|", "a "]), max_size=3
+)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+@given(st.lists(WORDS.map("".join).filter(str.strip), min_size=2, max_size=6).filter(lambda said: len(said) % 2 == 0))
+@settings(max_examples=40)
+def test_no_words_are_taken_for_what_a_template_writes(name: str, said: list[str]) -> None:
+    messages = [says(words) if place % 2 else user(words) for place, words in enumerate(said)]
+    marks = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def render(part: list[Any], add_generation_prompt: bool) -> str:
+        texts, _ = render_jinja_template(
+            [part], chat_template=template(name), add_generation_prompt=add_generation_prompt, **marks
+        )
+        return str(texts[0])
+
+    (text,), (want,) = render_jinja_template(
+        [messages], chat_template=template(f"{name}_training"), return_assistant_tokens_mask=True, **marks
+    )
+    spans = supervised_spans(messages, text, render, "assistant")
+    assert "".join(text[start:end] for start, end in spans) == "".join(text[start:end] for start, end in want)
+
+
 THINKS = [user("Hello"), says("Hi.", reasoning_content="Hm."), user("Why?"), says("Because.", reasoning_content="So.")]
 EMPTY = "<think>\n\n</think>\n\n"
+INLINE = [user("Hello"), says("<think>\nHm.\n</think>\n\nHi."), user("Why?"), says("Because.")]
 # By hand: what a model that is fed the generation prompt is to write.
 SPOKEN = [
     ("qwen3", MANY, f"Hi there 😀.<|im_end|>\n今天天气很好。<|im_end|>\n{EMPTY}So.<|im_end|>\n"),
     ("qwen3", THINKS, "Hi.<|im_end|>\n<think>\nSo.\n</think>\n\nBecause.<|im_end|>\n"),
+    ("qwen3", INLINE, f"Hi.<|im_end|>\n{EMPTY}Because.<|im_end|>\n"),
     ("qwen3_5_think", THINKS, "Hi.<|im_end|>\nSo.\n</think>\n\nBecause.<|im_end|>\n"),
     ("qwen2_5", MANY, "Hi there 😀.<|im_end|>\n今天天气很好。<|im_end|>\nSo.<|im_end|>\n"),
     ("deepseekv3", MANY[:4], "Hi there 😀.<｜end▁of▁sentence｜>今天天气很好。<｜end▁of▁sentence｜>"),

@@ -131,7 +131,7 @@ def test_all_local_devices_are_used_and_no_more(tmp_path: Path) -> None:
     assert (plan.devices, plan.strategy.tp, plan.strategy.dp_shard, plan.device_type) == (4, 2, 2, "cuda")
     with pytest.raises(ConfigError, match=r"devices = 8.*4 cuda devices.*devices=4"):
         _prepare(tmp_path, "devices=8")
-    assert _prepare(tmp_path, "devices=8", "device=cpu")[1].devices == 8
+    assert _prepare(tmp_path, "devices=8", "device=cpu", "tp=1")[1].devices == 8
 
 
 def test_visible_devices_limit_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,3 +29,13 @@ def measures(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [one for _, one in asked] == ([] if "--show" in command else [level])
     if "--output" in command:
         assert find_cluster("machine.json").devices_per_node == 4
+
+
+MEASURING = dict.fromkeys(
+    (
+        "shardwise measure",
+        "shardwise measure --quick --devices 4 --output machine.json",
+        "shardwise measure --devices 4 --show",
+    ),
+    measures,
+)

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from shardwise import cli
 from shardwise.errors import ConfigError
 from shardwise.launch.measuring import keep, known, measured_here, save_profile
 from shardwise.launch.planning import find_cluster
@@ -27,7 +29,9 @@ def shardwise(*words: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_run_without_a_strategy_measures_plans_trains_and_compares(tmp_path: Path) -> None:
+def test_a_run_without_a_strategy_measures_plans_trains_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = make_inputs(tmp_path)
     out = tmp_path / "out"
     words = ["--model", str(inputs / "model"), "--data", str(inputs / "rows.jsonl"), "--devices", "2"]
@@ -43,7 +47,8 @@ def test_a_run_without_a_strategy_measures_plans_trains_and_compares(tmp_path: P
     assert told["measured_steps"] == 2
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert told["measured_memory_bytes"] == max(step["peak_memory_bytes"] for step in steps)
-    shown = shardwise("measure", "--devices", "2", "--show", "--json", cache=tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shown = CliRunner().invoke(cli.app, ["measure", "--devices", "2", "--show", "--json"], catch_exceptions=False)
     answer = json.loads(shown.stdout)
     samples = Samples.from_json(answer["samples"])
     assert {one.op for one in samples.collectives} >= {"all_reduce", "all_gather", "send"}

@@ -112,13 +112,14 @@ def _check_held(case: Case, model: Any) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path]) -> Table:
-    return Table({(row, kind): _case(folders, row, kind) for row, kind in CASES}, _run_cases)
+    """All kinds of a world size share ranks that are started once."""
+    return Table({(row, kind, "together"): _case(folders, row, kind) for row, kind in CASES}, _run_cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "kind"), CASES)
 def test_halves_equal_one_process(row: str, kind: str, outcomes: Table, note_error: Any) -> None:
-    case, got = outcomes.cases[row, kind], outcomes[row, kind]
+    case, got = outcomes.cases[row, kind, "together"], outcomes[row, kind, "together"]
     want = _reference(case, case.dtype)
     if kind != "bf16":
         assert_equal(got, want, note_error, f"zero_bubble {kind}", "sgd")
@@ -180,6 +181,23 @@ def test_the_second_half_adds_what_the_first_left() -> None:
         block(x)
     deferred.take()
     assert deferred.held_bytes == 0
+
+
+def test_a_weight_that_is_read_otherwise_too_wakes_its_hooks_in_both_halves() -> None:
+    """So a count of gradients says nothing: replicas are summed at the end of a step."""
+    weight, x = nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4, requires_grad=True)
+    (F.linear(x, weight).sum() + weight.square().sum()).backward()
+    assert weight.grad is not None
+    want, weight.grad = weight.grad.clone(), None
+    calls: list[int] = []
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    deferred = DeferredWeights()
+    with deferred.recording():
+        loss = F.linear(x, weight).sum() + weight.square().sum()
+    loss.backward()
+    deferred.take()()
+    assert len(calls) == 2
+    assert torch.allclose(weight.grad, want)
 
 
 def test_masters_take_gradients_of_second_halves() -> None:

@@ -29,6 +29,13 @@ def test_a_group_uses_the_network_cards_of_its_members_in_a_node() -> None:
     assert together == pytest.approx(800 * 15 / 16 / 80)
 
 
+def test_a_last_node_that_is_filled_in_part_has_fewer_cards() -> None:
+    twelve = collective_seconds("all_gather", 800.0, 12, 1, TWO_LEVELS)  # eight members, and four
+    assert twelve == pytest.approx(800 * 11 / 12 / 40)
+    exchanged = collective_seconds("all_to_all", 800.0, 12, 1, TWO_LEVELS)
+    assert exchanged == pytest.approx(800 * 8 / 12 / 10)  # of each of the four, the part for the eight
+
+
 def test_a_full_mesh_gives_a_pair_one_wire() -> None:
     ascend = load_cluster("ascend-910b2")
     two, eight = (collective_seconds("all_gather", 1e9, ranks, 1, ascend) for ranks in (2, 8))

@@ -9,10 +9,11 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from benchmarks.measured_plans import legal_plans
+from shardwise.launch import heap
 from shardwise.launch.planning import work_of
 from shardwise.measure.profile import profile_of
 from shardwise.planner.cost import estimate
-from shardwise.planner.host import on_cluster
+from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.search import search
 from shardwise.planner.shape import Shape, model_costs
@@ -69,3 +70,4 @@ def test_memory_counts_what_a_process_has_above_its_imports() -> None:
     going = sum(terms[name] for name in ("gradients", "activations", "logits", "workspace", "gathered"))
     assert terms["heap"] == pytest.approx(0.33 * going)
     assert on_cluster(wanted.work, load_cluster("a100-80gb")) is wanted.work
+    assert KEPT_BESIDE_GATHERS == heap._GATHERED_BYTES, "written twice: workers load no planner"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ablate_planner import PARTS, dense_runs, error
 from benchmarks.predictions import FILE, sides, table_row
 from shardwise.planner.accuracy import Prediction, errors, predict, read_rows, summary
 
@@ -119,6 +120,17 @@ def test_peak_memory_of_each_kind_of_figure(found: dict[str, Any]) -> None:
 def test_the_fastest_comes_first(found: dict[str, Any]) -> None:
     assert found["ranking"]["groups"] >= 50
     assert found["ranking"]["mean_loss"] < 0.03
+
+
+def test_each_part_of_the_model_is_worth_something() -> None:
+    """What the docs' table shows of all rows: without any of the five effects the error grows."""
+    runs = dense_runs()[::3]
+    raw, scaled = error(runs, PARTS["nothing"])
+    assert len(PARTS) == 6
+    for name, predicted in list(PARTS.items())[1:]:
+        without_raw, without_scaled = error(runs, predicted)
+        assert without_raw > raw + 0.04, name
+        assert without_scaled > scaled + 0.015, name
 
 
 def test_the_table_of_the_docs_is_that_of_today(predictions: list[Prediction], side: list[str]) -> None:

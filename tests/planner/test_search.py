@@ -186,14 +186,22 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_need(memory: fl
 @pytest.mark.parametrize(
     ("fixed", "words"),
     [
-        ({"dp_shard": 1, "dp_replicate": 8}, "It fits without dp_replicate = 8"),
+        ({"dp_shard": 1, "dp_replicate": 8}, "It fits without dp_replicate = 8, for example with dp_replicate = "),
         ({"tp": 1, "devices": 1}, "It fits on 4 devices"),
+        (
+            {"recompute": "none", "micro_batch_size": 2, "dp": 8, "rows": 16, "sequence": 8192},
+            "It fits without recompute = none, for example with",
+        ),
+        ({"sequence": 2**20, "rows": 8}, "It fits with data.max_length="),
+        ({"tp": 1, "devices": 1}, r"Or take devices of 1\d\d.* GiB"),
     ],
 )
 def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: str) -> None:
-    devices = int(str(fixed.pop("devices", 8)))
+    defaults = {"devices": 8, "rows": 32, "sequence": 1024}
+    devices, rows, sequence = (int(str(fixed.pop(name, value))) for name, value in defaults.items())
+    wanted = job("llama2-7b", devices=devices, rows=rows, **fixed)
     with pytest.raises(PlanError, match=words):
-        search(job("llama2-7b", devices=devices, rows=32, **fixed))
+        search(replace(wanted, work=replace(wanted.work, sequence=sequence)))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +216,9 @@ def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: st
         ({"sequence_parallel": True, "tp": 1}, "strategy.tp is 1"),
         ({"schedule": "zero_bubble", "pp": 1}, "strategy.pp is 1"),
         ({"cp": 3}, "2 x cp does not divide the 1024 tokens"),
+        ({"tp": 4, "pp": 6}, "strategy.pp = 6, strategy.tp = 4: takes 24 devices, and 12 are given. Use devices=24"),
+        ({"recompute": 40}, "strategy.recompute = 40: the model has 6 blocks. Use full, or at most 6"),
+        ({"recompute": 4, "pp": 2}, "the largest stage has 3 blocks. Use full, or at most 3"),
     ],
 )
 def test_a_given_degree_that_is_illegal_is_refused_with_its_rule(fixed: dict[str, object], words: str) -> None:
@@ -237,6 +248,16 @@ def test_more_memory_faster_links_or_more_devices_are_never_slower(
     assert step(replace(wanted, memory_bytes=factor * wanted.memory_bytes)) <= before
     assert step(replace(wanted, cluster=replace(wanted.cluster, links=links))) <= before
     assert step(replace(wanted, devices=devices + more)) <= before
+
+
+def test_the_table_shows_plans_that_differ_and_counts_each_rejection_once() -> None:
+    wanted = job("tiny", devices=12, rows=24)
+    found = search(wanted)
+    degrees = [tuple(getattr(plan.candidate, name) for name in ("pp", "dp", "cp", "tp", "ep")) for plan in found.plans]
+    assert len(set(degrees)) == len(degrees) >= 5
+    tensor = {one.example["tp"]: one.number for one in found.rejected if one.rule == "tensor degree"}
+    assert tensor[3] == 3  # 3, 6 and 12, by one rule
+    assert answer(wanted, found)["legal_degrees"]["cp"] == [1, 2]
 
 
 def test_reasons_are_those_of_the_terms() -> None:

@@ -30,6 +30,12 @@ def test_a_profile_is_whole(name: str) -> None:
     assert cluster.peak("fp32") > 0
 
 
+def test_only_a_super_pod_joins_its_servers_by_its_own_network() -> None:
+    pod, servers = (load_cluster(name).links[1] for name in ("atlas-900-a3-superpod", "atlas-800t-a3"))
+    assert (pod.name, pod.devices) == ("HCCS", 768)
+    assert (servers.name, servers.devices) == ("HCCS", 16)
+
+
 def test_a_name_of_a_product_and_of_no_product() -> None:
     assert load_cluster("Atlas 800T A2").chip.name == "ascend-910b2"
     with pytest.raises(ConfigError, match="Did you mean h100"):

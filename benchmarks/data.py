@@ -1,0 +1,135 @@
+"""Seconds to tokenise a file of chats and one of plain texts: ``shardwise data prepare`` against ``datasets.map``.
+
+    python -m benchmarks.data [--rows 100000] [--processes 2]
+
+Both sides read the same JSON lines with the same tokenizer, chat template and number of processes, alternating, each in
+a process of its own, and the clock starts behind the imports and the loading of the tokenizer. Both make token ids and,
+for chats, the mask of what the assistant says: the peer by the marks in the template, in batches. Their numbers of
+supervised tokens must agree. Needs the package datasets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+KINDS, SIDES = ("chats", "texts"), ("shardwise", "datasets")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def write_rows(path: Path, kind: str, number: int) -> None:
+    """Rows that are all different, from the chats of the examples."""
+    lines = (ROOT / "examples/data/chat.jsonl").read_text(encoding="utf-8").splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(number):
+            turns = [dict(turn) for turn in chats[index % len(chats)]]
+            turns[-1]["content"] += f" {index}"
+            row = {"messages": turns} if kind == "chats" else {"text": "\n".join(turn["content"] for turn in turns)}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
+    """``(seconds, supervised tokens)`` of preparing a file."""
+    from transformers import AutoTokenizer
+
+    from shardwise.data.prepared import open_prepared, prepare
+    from shardwise.data.rows import Source
+    from shardwise.spec.rules import parse_run
+
+    AutoTokenizer.from_pretrained(model)  # so that its imports are no work of either side
+    vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    run = parse_run({"model": str(model), "chat_template": TEMPLATE, "data": {"train": str(path)}})
+    began = time.perf_counter()
+    rows, _ = open_prepared(prepare(Source(path, run, vocab_size), folder, processes))
+    return time.perf_counter() - began, int(rows.supervised.sum())
+
+
+def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
+    """``(seconds, supervised tokens)`` of reading a file and mapping a tokenizer over it in batches."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    settings = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        if "messages" in batch:
+            found = tokenizer.apply_chat_template(batch["messages"], chat_template=TEMPLATE, **settings)
+            return {"input_ids": found["input_ids"], "learned": found["assistant_masks"]}
+        ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(batch["text"])["input_ids"]]
+        return {"input_ids": ids, "learned": [[0, *[1] * (len(row) - 1)] for row in ids]}
+
+    began = time.perf_counter()
+    table = Dataset.from_json(str(path), cache_dir=str(folder))
+    table = table.map(encode, batched=True, num_proc=processes, remove_columns=table.column_names)
+    seconds = time.perf_counter() - began
+    return seconds, sum(map(sum, table["learned"]))
+
+
+def measure(side: str, path: Path, model: Path, processes: int) -> dict[str, Any]:
+    """One run of a side in a process of its own, with a cache of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.data", "--side", side, "--file", str(path)]
+        command += ["--model", str(model), "--processes", str(processes), "--folder", folder]
+        # Threads of the tokenizer beside processes would take each other's cores.
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Print seconds, rows and tokens a second of both sides, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    for name in ("side", "file", "folder"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        side = run_shardwise if given.side == "shardwise" else run_datasets
+        seconds, tokens = side(Path(given.file), given.model, given.processes, Path(given.folder))
+        print(json.dumps({"seconds": seconds, "tokens": tokens}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in KINDS:
+            path = Path(folder) / f"{kind}.jsonl"
+            write_rows(path, kind, given.rows)
+            taken: dict[str, list[float]] = {side: [] for side in SIDES}
+            tokens: dict[str, int] = {}
+            for _ in range(given.repeats):
+                for side in SIDES:
+                    found = measure(side, path, given.model, given.processes)
+                    taken[side].append(found["seconds"])
+                    tokens[side] = found["tokens"]
+            if len(set(tokens.values())) > 1:
+                raise SystemExit(f"{kind}: the sides disagree about the supervised tokens: {tokens}")
+            medians = {side: statistics.median(times) for side, times in taken.items()}
+            for side in SIDES:
+                speed = (
+                    f"{given.rows / medians[side]:,.0f} rows/s, {tokens[side] / medians[side]:,.0f} supervised tokens/s"
+                )
+                print(f"{kind}: {side} {medians[side]:.1f} s, {speed}")
+            print(f"{kind}: ratio of seconds {medians['shardwise'] / medians['datasets']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
