@@ -55,7 +55,10 @@ class _State:
 
     def __init__(self, rank: int, folder: Path, rows: int) -> None:
         import torch
+        import torch.distributed.checkpoint  # here, so that no side pays for an import
+        import torch.distributed.tensor
 
+        import shardwise.checkpoint.save_job  # noqa: F401
         from shardwise.spec.layout import ParamLayout, chunk_range
 
         self.rank, self.folder = rank, folder
