@@ -50,10 +50,13 @@ _DATA_KEYS = ("data.train", "data.eval")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
-def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = ()) -> tuple[RunConfig, Plan]:
+def prepare(
+    tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = (), searches: bool = True
+) -> tuple[RunConfig, Plan]:
     """The resolved run and its plan; ``command`` other than ``train`` needs no data and no output folder.
 
-    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files.
+    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files. Without ``searches`` missing
+    degrees are data parallel, also where a run would plan them: for a look at what no plan changes.
 
     The environment's SHARDWISE_DEVICE wins over ``device``; SHARDWISE_MODELS_DIR stands in for a
     missing ``models_dir``. In the run that comes back every default is filled in and ``model`` is the
@@ -80,7 +83,7 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     if command in ("train", "script"):
         check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
-    run, predicted = _planned(run, model, folder, device, local * nodes.count)
+    run, predicted = _planned(run, model, folder, device, local * nodes.count) if searches else (run, None)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)
