@@ -14,6 +14,7 @@ from shardwise.launch.planning import (
     find_cluster,
     fixed_fields,
     folder_costs,
+    refuse_accumulation,
     trained,
     work_of,
 )
@@ -92,21 +93,6 @@ def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
         raise ConfigError(f"cluster = {run.cluster!r}", rule, remedy)
     refuse_accumulation(run)
     return cluster
-
-
-def refuse_accumulation(run: RunConfig) -> None:
-    """Refuse a batch that would depend on the plan that is looked for.
-
-    Raises:
-        ConfigError: it is given as accumulation steps.
-    """
-    steps = run.train.gradient_accumulation_steps
-    if steps is not None:
-        raise ConfigError(
-            f"train.gradient_accumulation_steps = {steps} with cluster = {run.cluster!r}",
-            "the batch would depend on the plan that is looked for",
-            "Give train.global_batch_size, or leave cluster out",
-        )
 
 
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
