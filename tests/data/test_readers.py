@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.readers import files_of, read_records
+from shardwise.data.rows import CHUNK
 from shardwise.errors import ConfigError
 from tests.data.helpers import load, make_tokenizer, write
 from tests.long import EVERYTHING
@@ -136,6 +137,23 @@ def test_a_row_that_hides_those_behind_it_is_never_left_out(tmp_path: Path) -> N
     (tmp_path / "d.csv").write_text('input_ids\n"[1, 2]"\n"[3, 4]\n"[5, 6]"\n')
     with pytest.raises(ConfigError, match="would lose them"):
         load(tmp_path / "d.csv", on_bad_rows="skip")
+
+
+@pytest.mark.parametrize("first", [{"conversations": []}, {"conversations": None}, {"note": 3}])
+def test_a_row_without_turns_does_not_say_which_format_the_others_have(tmp_path: Path, first: dict[str, Any]) -> None:
+    talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+    path = write(tmp_path / "d.jsonl", [*[first] * CHUNK, {"conversations": talk, "id": "a7"}, {"conversations": []}])
+    said: list[str] = []
+    given: dict[str, Any] = {"on_bad_rows": "skip", "notify": said.append, "tokenizer": lambda: TOKENIZER}
+    assert [row.line for row in load(path, len(TOKENIZER), **given)] == [CHUNK + 1]
+    assert f"{CHUNK + 1} bad rows left out" in said[0]
+    assert said[1].endswith("columns with text that are not used: id")
+    with pytest.raises(ConfigError, match=f":{CHUNK + 2}: the conversation is empty"):
+        load(
+            write(path, [{"conversations": talk}] * (CHUNK + 1) + [{"conversations": []}]),
+            len(TOKENIZER),
+            **given | {"on_bad_rows": "refuse"},
+        )
 
 
 TOKENIZER = make_tokenizer()
