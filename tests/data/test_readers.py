@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def test_each_line_of_a_text_is_a_row_that_is_learned_as_a_whole(tmp_path: Path)
         ("d.csv", "prompt,response\na,b\nc,\xff\n".encode("latin-1"), [":3", "not UTF-8"]),
         ("d.txt", "Hello\n你好\n".encode("gb18030"), [":2", "not UTF-8", "GBK"]),
         ("d.jsonl", gzip.compress(b'{"text": "a"}')[:-9], ["cannot be read"]),
+        ("d.jsonl", gzip.compress(b"")[:10] + b"\xff" * 20, ["cannot be read", "decompressing"]),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(
@@ -177,6 +179,20 @@ BROKEN = st.one_of(
 )
 
 
+def _damaged(data: bytes, place: int) -> bytes:
+    place %= len(data)
+    return data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :]
+
+
+WRAPPED = st.one_of(
+    st.just(lambda data: data),
+    st.just(gzip.compress),
+    st.integers(2, 1000).map(lambda place: lambda data: _damaged(gzip.compress(data), max(2, place))),
+    st.integers(2, 40).map(lambda cut: lambda data: gzip.compress(data)[: max(3, len(data) - cut)]),
+    st.sampled_from([b"", b"PAR1"]).map(lambda end: lambda data: b"PAR1" + data + end),
+)
+
+
 @settings(
     max_examples=1000 if EVERYTHING else 40,
     deadline=None,
@@ -185,13 +201,14 @@ BROKEN = st.one_of(
 @given(
     lines=st.lists(GOOD | BROKEN, max_size=8),
     name=st.sampled_from(["d.jsonl", "d.json", "d.csv", "d.txt", "d", "d.parquet"]),
+    wrap=WRAPPED,
     skip=st.booleans(),
 )
 def test_a_broken_file_is_refused_or_its_rows_are_counted(
-    tmp_path: Path, lines: list[bytes], name: str, skip: bool
+    tmp_path: Path, lines: list[bytes], name: str, wrap: Callable[[bytes], bytes], skip: bool
 ) -> None:
     path = tmp_path / name
-    path.write_bytes(b"\n".join(lines))
+    path.write_bytes(wrap(b"\n".join(lines)))
     said: list[str] = []
     try:
         rows = load(
