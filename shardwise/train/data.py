@@ -111,19 +111,30 @@ class DataReader:
         if path in memory.datasets:
             dataset = memory.datasets[path]
             records = memory_records(dataset, path, source.max_samples)
-            if self._cache is None or (hasattr(dataset, "__len__") and len(dataset) <= _FEW_ROWS):
+            is_small = hasattr(dataset, "__len__") and len(dataset) <= _FEW_ROWS
+            folder = None if is_small else self._held_folder(source)
+            if folder is None:
                 return load_rows(source, lambda: self._tokenizer(source), records, self._say)
-            return self._spill(source, records, self._cache)
+            return self._spill(source, records, folder)
         if memory.tokenizer is None:
             folder = ready(source, self._cache, self._processes, self._say)
             if folder is not None:
                 return folder
         return load_rows(source, lambda: self._tokenizer(source), None, self._say)
 
-    def _spill(self, source: Source, records: Iterable[Record], cache: Path) -> Path:
-        """Rows of memory, tokenised one after the other into a folder of this run alone."""
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=cache, prefix=".held-"))
+    def _held_folder(self, source: Source) -> Path | None:
+        """A folder of this run alone in the cache, None where that cannot be written to."""
+        if self._cache is None:
+            return None
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(dir=self._cache, prefix=".held-"))
+        except OSError as error:
+            self._say(f"{source.name}: rows stay in memory: {self._cache} cannot be written to ({error.strerror})")
+            return None
+
+    def _spill(self, source: Source, records: Iterable[Record], folder: Path) -> Path:
+        """Rows of memory, tokenised one after the other into a folder."""
         try:
             survey_rows(source, lambda: self._tokenizer(source), records, folder)
         except BaseException:

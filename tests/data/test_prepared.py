@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.data import child, prepared
 from shardwise.data.mixing import combine, split_off
-from shardwise.data.prepared import find_prepared, key_of, open_prepared, prepare
+from shardwise.data.prepared import find_prepared, key_of, open_prepared, prepare, size_of
 from shardwise.data.rows import Rows, Source, load_rows
 from shardwise.errors import ConfigError
 from shardwise.spec.rules import parse_run
@@ -93,6 +93,24 @@ def test_a_large_file_is_hashed_once_and_again_when_it_is_touched(
     os.utime(path, (2, 2))
     assert key != key_of(source(model, path), cache)
     assert path in hashed
+
+
+def test_a_folder_that_does_not_open_is_made_again(model: Path, tmp_path: Path) -> None:
+    given, cache = source(model, write(tmp_path / "d.jsonl", TALKS[:3])), tmp_path / "cache"
+    folder = prepare(given, cache, processes=1)
+    os.truncate(folder / "labels.bin", 8)
+    assert find_prepared(given, cache) is None
+    assert prepare(given, cache, processes=1) == folder
+    assert len(open_prepared(folder)[0]) == 3
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", TALKS[:3])
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    given = source(model, tmp_path)
+    for look in (key_of, size_of):
+        with pytest.raises(ConfigError, match=r"gone\.jsonl: the file cannot be read \(No such file"):
+            look(given)
 
 
 @pytest.mark.slow

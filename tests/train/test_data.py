@@ -13,6 +13,7 @@ import pytest
 from shardwise.config import apply_overrides
 from shardwise.data import child
 from shardwise.data.memory import MemoryData
+from shardwise.data.rows import Rows, Source
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import prepare
 from shardwise.testing import run_distributed
@@ -43,6 +44,20 @@ def child_open(folder: Path) -> Any:
     from shardwise.data.prepared import open_prepared
 
     return open_prepared(folder)
+
+
+def test_rows_of_a_script_stay_in_memory_where_the_cache_cannot_be_written_to(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model")
+    cache = tmp_path / "file" / "cache"
+    cache.parent.touch()
+    run, plan = prepare({"model": str(tmp_path / "model"), "device": "cpu"}, command="script")
+    said: list[str] = []
+    held = MemoryData({"rows": lambda: iter(make_rows())})
+    reader = data.DataReader(run, plan, held, cache, 1, said.append)
+    found = reader._find(Source(Path("rows"), run, plan.model.vocab_size))
+    assert isinstance(found, Rows)
+    assert len(found) == len(make_rows())
+    assert "rows stay in memory" in said[0]
 
 
 def _refused(rank: int, overrides: list[str]) -> str:
