@@ -147,12 +147,12 @@ class Tally:
         for file, columns in self.unused.items():
             files.setdefault(tuple(columns), []).append(file)
         told = []
-        for columns, having in files.items():
-            if not columns:
+        for names, having in files.items():
+            if not names:
                 continue
             place = "" if having == [name] else f" in {having[0]}"
             place += f" and {len(having) - 1} more files" if len(having) > 1 else ""
-            shown = ", ".join(columns[:_SHOWN_COLUMNS]) + (", ..." if len(columns) > _SHOWN_COLUMNS else "")
+            shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
             told.append(f"columns with text that are not used{place}: {shown}")
         return told
 

@@ -34,7 +34,7 @@ class DataReader:
     """Reads the rows of a run; every method is to be called by all ranks.
 
     Args:
-        memory: what a script holds instead of files.
+        memory: what a script holds instead of files; None under ``shardwise train``.
         cache: the folder of prepared data, None for a user without a home.
         processes: that tokenise what is not prepared yet.
         say: tells the user, on rank 0.
@@ -44,7 +44,7 @@ class DataReader:
         self, run: RunConfig, plan: Plan, memory: MemoryData | None, cache: Path | None, processes: int, say: Say
     ) -> None:
         self._run, self._model = run, plan.model
-        self._memory = memory or MemoryData()
+        self._memory, self._is_script = memory or MemoryData(), memory is not None
         self._cache, self._processes, self._say = cache, processes, say
 
     def train_rows(self) -> tuple[Rows, Rows | None]:
@@ -58,7 +58,10 @@ class DataReader:
         rows, apart = found.rows, found.apart
         if apart is not None:
             total = len(apart) + sum(map(len, found.parts))
-            self._say(f"data.val_size: {len(apart)} of {total} rows are set apart for evaluation")
+            # A script may evaluate by itself whatever the strategy is.
+            is_idle = not self._is_script and self._run.eval.strategy == "no"
+            purpose = " and not evaluated: eval.strategy is no" if is_idle else " for evaluation"
+            self._say(f"data.val_size: {len(apart)} of {total} rows are set apart{purpose}")
         if len(found.parts) > 1:
             for source, part, count in zip(data_sources(data.train), found.parts, found.counts, strict=True):
                 share = f"{count / len(rows):.1%} of an epoch, each row {count / len(part):.2f} times"

@@ -60,6 +60,28 @@ def test_rows_of_a_script_stay_in_memory_where_the_cache_cannot_be_written_to(tm
     assert "rows stay in memory" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "memory", "words"),
+    [
+        ("no", None, "3 of 8 rows are set apart and not evaluated: eval.strategy is no"),
+        ("epoch", None, "3 of 8 rows are set apart for evaluation"),
+        ("no", MemoryData(), "3 of 8 rows are set apart for evaluation"),
+    ],
+)
+def test_rows_that_are_set_apart_and_not_evaluated_are_said_to_be(
+    tmp_path: Path, strategy: str, memory: MemoryData | None, words: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    tree = {"model": str(make_folder(tmp_path / "model")), "device": "cpu", "eval": {"strategy": strategy}}
+    run, plan = prepare(tree | {"data": {"train": str(path), "val_size": 3}}, command="script")
+    said: list[str] = []
+    reader = data.DataReader(run, plan, memory, None, 1, said.append)
+    with mock.patch.object(data, "from_rank_0", lambda work: work()):
+        reader.train_rows()
+    assert said == [f"data.val_size: {words}"]
+
+
 def _refused(rank: int, overrides: list[str]) -> str:
     run, plan = prepare(apply_overrides({}, overrides), command="script")
     with pytest.raises(ConfigError) as error:
