@@ -133,7 +133,7 @@ def size_of(source: Source) -> int:
 
 def find_prepared(source: Source, cache: Path | None) -> Path | None:
     """The folder with the tokens of a source, None where there is none that opens."""
-    if cache is None or not cache.is_dir():
+    if cache is None or not os.path.isdir(cache):  # of a folder that may not be looked into Path.is_dir raises
         return None
     folder = cache / key_of(source, cache)
     return folder if _opens(folder) else None

@@ -103,6 +103,7 @@ def test_a_folder_that_does_not_open_is_made_again(model: Path, tmp_path: Path) 
     folder = prepare(given, cache, processes=1)
     os.truncate(folder / "labels.bin", 8)
     assert find_prepared(given, cache) is None
+    assert find_prepared(given, tmp_path / ("a" * 300)) is None  # no file system has such a cache
     assert prepare(given, cache, processes=1) == folder
     assert len(open_prepared(folder)[0]) == 3
 
