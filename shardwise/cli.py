@@ -362,7 +362,9 @@ def _train(tree: dict[str, Any]) -> int:
     """Resolve, say what will run, launch, and say what came of it."""
     from shardwise.launch.agent import launch
     from shardwise.launch.forkserver import PRELOAD_MORE
+    from shardwise.launch.lock import claim
     from shardwise.launch.nodes import nodes_of
+    from shardwise.launch.paths import local_path
     from shardwise.launch.preparing import prepare_ahead
     from shardwise.launch.resolve import prepare, write_run
     from shardwise.log import say
@@ -370,17 +372,19 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.report.console import show_plan
     from shardwise.train.previous import put_back
 
-    run, plan = prepare(tree)  # the folder stays claimed until this process ends
+    run, plan = prepare(tree)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
-    output_dir = Path(run.output_dir) if nodes.rank else write_run(run, plan)
+    output_dir = local_path(run.output_dir)
     console = Console(stderr=True)
     env = {PRELOAD_MORE: "peft"} if run.lora else None
     if nodes.rank:  # machine 0 makes the folder and tells how the run went
         output_dir.mkdir(parents=True, exist_ok=True)
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
+    claim(output_dir)  # until this process ends
+    show_plan(run, plan, console)
+    prepare_ahead(run, plan, os.environ)  # what it refuses, or Ctrl-C meanwhile, leaves nothing in the folder
+    write_run(run, plan)
     try:
-        show_plan(run, plan, console)
-        prepare_ahead(run, plan, os.environ)
         code = launch(output_dir, plan.devices, env=env, nodes=nodes)
     except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
         put_back(output_dir)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwise.spec.run import RunConfig
 
 SMALL_BYTES = 8 << 20  # of files that rank 0 reads in about the time that a child needs to start
 _STOPPED = 130
+_REFRESH_SECONDS = 0.1
 
 
 def ready(source: Source, cache: Path | None, processes: int, notify: Notify) -> Path | None:
@@ -82,12 +84,17 @@ def prepare_shown(source: Source, cache: Path, processes: int, console: Console)
 
         return prepare(source, cache, processes, tell)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Without its thread: a fork beside one may copy a lock that it holds.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("tokenising", total=None)
+        shown = [0.0]
 
         def show(rows: int, share: float | None) -> None:
-            total = None if share is None else 1.0
-            bar.update(task, description=f"tokenised {rows} rows", total=total, completed=share or 0.0)
+            now = time.monotonic()
+            is_due = now - shown[0] >= _REFRESH_SECONDS
+            shown[0] = now if is_due else shown[0]
+            total, text = None if share is None else 1.0, f"tokenised {rows} rows"
+            bar.update(task, total=total, completed=share or 0.0, description=text, refresh=is_due)
 
         advance: Told = show
         return prepare(source, cache, processes, advance)

@@ -19,7 +19,7 @@ _SPEAKERS = {
     **dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool"),
 }
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_CONTEXT_COLUMNS = ("input", "context")  # what an instruction is about
+_CONTEXT_COLUMNS = ("input", "context")  # what a question is about
 
 
 def read_row(value: dict[str, Any], kind: Format, vocab_size: int, max_positions: int | None) -> Sample:
@@ -40,7 +40,7 @@ def read_row(value: dict[str, Any], kind: Format, vocab_size: int, max_positions
             assert column is not None
             return Text(((_text(value, column), True),))
         case _:
-            return read_pair(value, ("instruction", "output") if kind == "alpaca" else pair_columns(value))
+            return read_pair(value, _pair(value, kind))
 
 
 def read_turns(value: dict[str, Any]) -> Conversation:
@@ -198,7 +198,7 @@ def read_completion(value: dict[str, Any]) -> Sample:
 def read_pair(value: dict[str, Any], columns: tuple[str, str] | None) -> Conversation:
     """A question and its answer, with earlier rounds (``history``) and a system text where the row has them.
 
-    An instruction and what it is about (``input`` or ``context``) are joined by a line break.
+    A question and what it is about (see :func:`_context`) are joined by a line break.
 
     Raises:
         BadRow: a column that is no text, or an empty question or answer.
@@ -206,8 +206,7 @@ def read_pair(value: dict[str, Any], columns: tuple[str, str] | None) -> Convers
     assert columns is not None
     question, answer = columns
     parts = [_text(value, question, may_be_empty=question == "instruction")]
-    if question == "instruction":
-        parts += [_text(value, key) for key in _CONTEXT_COLUMNS if value.get(key) and key != answer]
+    parts += [_text(value, key) for key in _context(question, answer) if value.get(key)]
     asked = "\n".join(part for part in parts if part.strip())
     if not asked:
         raise BadRow(f"{question} is empty")
@@ -216,6 +215,34 @@ def read_pair(value: dict[str, Any], columns: tuple[str, str] | None) -> Convers
     for texts in [*_history(value), (asked, _text(value, answer))]:
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
     return Conversation(messages, is_pair=True)
+
+
+def _context(question: str, answer: str) -> list[str]:
+    """Columns that belong to the question of a pair: ``input`` and ``context``, and beside a ``prompt`` ``query``."""
+    names = (*_CONTEXT_COLUMNS, *(["query"] if question == "prompt" else []))
+    return [name for name in names if name not in (question, answer)]
+
+
+def unused_columns(value: dict[str, Any], kind: Format) -> list[str]:
+    """Columns with text that :func:`read_row` does not look at; of rows of token ids none."""
+    match kind:
+        case "tokens":
+            return []
+        case "messages" | "sharegpt":
+            used = [turns_column(value), *_SYSTEM_COLUMNS, "tools"]
+        case "prompt_completion":
+            used = ["prompt", "completion", "tools"]
+        case "text":
+            used = [text_column(value)]
+        case _:
+            columns = _pair(value, kind)
+            assert columns is not None
+            used = [*columns, *_context(*columns), *_SYSTEM_COLUMNS, "history"]
+    return [key for key, text in value.items() if key not in used and isinstance(text, str) and text.strip()]
+
+
+def _pair(value: dict[str, Any], kind: Format) -> tuple[str, str] | None:
+    return ("instruction", "output") if kind == "alpaca" else pair_columns(value)
 
 
 def _history(value: dict[str, Any]) -> list[tuple[str, str]]:

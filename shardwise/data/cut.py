@@ -15,7 +15,7 @@ def shorten(tokens: Tokens, length: int) -> Tokens | None:
     the answer stays. An answer that is too long by itself is not cut.
     """
     supervised = tokens.labels != IGNORED
-    if supervised.all():
+    if supervised[max(1, tokens.head) :].all():  # the first label predicts nothing, so a BOS may be without
         return _kept(tokens, np.arange(length))
     starts, ends = _runs(supervised)
     fitting = ends[ends <= length]

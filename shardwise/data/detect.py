@@ -55,7 +55,7 @@ def has_format(value: dict[str, Any], name: Format) -> bool:
             return "input_ids" in value
         case "messages" | "sharegpt":
             turns = turns_column(value)
-            return turns is not None and _is_sharegpt(value[turns]) == (name == "sharegpt")
+            return turns is not None and (has_no_turns(value) or _is_sharegpt(value[turns]) == (name == "sharegpt"))
         case "alpaca":
             return {"instruction", "output"} <= value.keys()
         case "prompt_completion":
@@ -70,6 +70,12 @@ def turns_column(value: dict[str, Any]) -> str | None:
     """The column that holds a row's turns; a text of that name is none."""
     found = (name for name in CONVERSATIONS if name in value and not isinstance(value[name], str))
     return next(found, None)
+
+
+def has_no_turns(value: dict[str, Any]) -> bool:
+    """Whether a row's column of turns is empty, so that it may be of either format of turns."""
+    turns = turns_column(value)
+    return turns is not None and not value[turns]
 
 
 def pair_columns(value: dict[str, Any]) -> tuple[str, str] | None:

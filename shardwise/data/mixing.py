@@ -15,6 +15,7 @@ from shardwise.spec.run import RunConfig, Sources, data_sources
 
 # Keep the random numbers of a split and of a mixture apart from each other and from those of an epoch's order.
 _SPLIT_STREAM, _REPEAT_STREAM = 0x5B117, 0x33B
+_MAX_REPEATS = 1000  # of a row in an epoch; weights that ask for more are a mistake, and would fill the memory
 
 
 def sources_of(
@@ -50,7 +51,7 @@ def combine(parts: list[Rows], run: RunConfig) -> Epoch:
     """The epoch over the rows of each source of ``data.train``.
 
     Raises:
-        ConfigError: ``data.val_size`` leaves nothing of a source.
+        ConfigError: ``data.val_size`` leaves nothing of a source, or weights that repeat rows without end.
     """
     given, apart = data_sources(run.data.train), None
     if run.data.val_size:
@@ -69,6 +70,9 @@ def mixed(parts: Sequence[Rows], weights: Sequence[float | None]) -> tuple[Rows,
     ``weight_i / sum(weights)``, in an even mixture: the source that is largest for its weight stands there once, the
     others as often as it takes, so that every row is there at least once. Which rows stand there once more than others
     of their source is drawn once, so that an epoch is the same set each time.
+
+    Raises:
+        ConfigError: a row would stand there more than 1,000 times.
     """
     whole = joined(parts)
     if None in weights:
@@ -76,7 +80,9 @@ def mixed(parts: Sequence[Rows], weights: Sequence[float | None]) -> tuple[Rows,
     shares = np.array(weights, dtype=np.float64)
     lengths = np.array([len(part) for part in parts], dtype=np.float64)
     # The tiny part keeps 3 / 0.1 * 0.1 from being 4 rows.
-    counts = np.ceil((lengths / shares).max() * shares - 1e-9).astype(np.int64)
+    wanted = np.ceil((lengths / shares).max() * shares - 1e-9)
+    _check_repeats(wanted, lengths, weights)
+    counts = wanted.astype(np.int64)
     places, keys = [], []
     first = 0
     for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
@@ -88,6 +94,15 @@ def mixed(parts: Sequence[Rows], weights: Sequence[float | None]) -> tuple[Rows,
         first += len(part)
     even = np.argsort(np.concatenate(keys), kind="stable")
     return whole.take(np.concatenate(places)[even]), counts.tolist()
+
+
+def _check_repeats(counts: np.ndarray, lengths: np.ndarray, weights: Sequence[float | None]) -> None:
+    """Refuse ``counts`` of rows of an epoch, one a source of ``lengths`` rows, that repeat a row too often."""
+    worst = int(np.argmax(counts / lengths))
+    if counts[worst] / lengths[worst] > _MAX_REPEATS:
+        rule = f"source {worst + 1} has {lengths[worst]:,.0f} rows and would need {counts[worst]:,.15g} in an epoch; "
+        rule += f"each may stand there {_MAX_REPEATS:,} times at most"
+        raise ConfigError(f"data.train with the weights {list(weights)}", rule, "Use weights that are nearer, or none")
 
 
 def split_off(rows: Rows, size: float, seed: int) -> tuple[Rows, Rows]:

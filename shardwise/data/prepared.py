@@ -28,10 +28,10 @@ from shardwise.data.encode import RowEncoder
 from shardwise.data.format import Format
 from shardwise.data.readers import files_of
 from shardwise.data.rows import Source, chunks, parts_of, write_rows
-from shardwise.data.source import Item, Raw, local
+from shardwise.data.source import Item, Raw, local, show
 from shardwise.data.store import Rows, RowsWriter, open_rows
 from shardwise.data.tokenise import Chunk, Limits, tokenise
-from shardwise.errors import LaunchError
+from shardwise.errors import ConfigError, LaunchError
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.spec.described import code_hash, write_whole
 from shardwise.spec.template import template_text
@@ -68,6 +68,9 @@ def key_of(source: Source, cache: Path | None = None) -> str:
     """Names the tokens of a source: by the bytes of its files, the tokenizer, the settings and the code.
 
     What the bytes of a large file come to is kept in ``cache`` for as long as the file is not touched.
+
+    Raises:
+        ConfigError: a file that cannot be read.
     """
     digest = hashlib.sha256()
     settings = source.run.data.model_dump(mode="json", exclude=_ORDER_KEYS)
@@ -87,7 +90,7 @@ def _bytes_digest(file: Path, cache: Path | None) -> str:
     """A hash of what a file holds; of a folder the empty text."""
     if file.is_dir():
         return ""
-    found = file.stat()
+    found = _stat(file)
     memo = None
     if cache is not None and found.st_size >= _LARGE_BYTES and time.time() - found.st_mtime > _SETTLED_SECONDS:
         place = [str(file.resolve()), found.st_size, found.st_mtime_ns, found.st_ino]
@@ -101,21 +104,48 @@ def _bytes_digest(file: Path, cache: Path | None) -> str:
 
 
 def _hashed(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "blake2b").hexdigest()
+    try:
+        with file.open("rb") as handle:
+            return hashlib.file_digest(handle, "blake2b").hexdigest()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _stat(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(show(file), f"the file cannot be read ({error.strerror})", "Correct its rights, or its link")
 
 
 def size_of(source: Source) -> int:
-    """Bytes of a source's files."""
-    return sum(local(file).stat().st_size for file in files_of(source.path))
+    """Bytes of a source's files.
+
+    Raises:
+        ConfigError: a file that cannot be read.
+    """
+    return sum(_stat(local(file)).st_size for file in files_of(source.path))
 
 
 def find_prepared(source: Source, cache: Path | None) -> Path | None:
-    """The folder with the tokens of a source, None where there is none."""
-    if cache is None or not cache.is_dir():
+    """The folder with the tokens of a source, None where there is none that opens."""
+    if cache is None or not os.path.isdir(cache):  # of a folder that may not be looked into Path.is_dir raises
         return None
     folder = cache / key_of(source, cache)
-    return folder if folder.is_dir() else None
+    return folder if _opens(folder) else None
+
+
+def _opens(folder: Path) -> bool:
+    """Whether a folder holds all that was written; a full disk or a cleaner may have taken a part of it."""
+    try:
+        open_prepared(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def open_prepared(folder: Path) -> tuple[Rows, dict[str, Any]]:
@@ -131,7 +161,7 @@ def open_prepared(folder: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 def prepare(source: Source, cache: Path, processes: int, progress: Progress | None = None) -> Path:
-    """Tokenise a source into its folder in ``cache``, unless it is there; the folder.
+    """Tokenise a source into its folder in ``cache``, unless it is there and opens; the folder.
 
     Another job that prepares the same at this moment is waited for. To be called in a process without threads of its
     own: its children are forked.
@@ -144,8 +174,9 @@ def prepare(source: Source, cache: Path, processes: int, progress: Progress | No
     key = key_of(source, cache)
     folder = cache / key
     with _locked(cache / f"{key}.lock"):
-        if folder.is_dir():
+        if _opens(folder):
             return folder
+        shutil.rmtree(folder, ignore_errors=True)
         _forget_old(cache)
         unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{key[:16]}-"))
         try:

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -48,7 +49,7 @@ def files_of(path: Path) -> list[Path]:
     A folder that the library ``datasets`` has saved stands for its parts, in their own order.
 
     Raises:
-        ConfigError: nothing is there, or a folder without data files.
+        ConfigError: nothing is there, a folder without data files or that cannot be read, or links in a circle.
     """
     place = local(path)
     if place.is_file():
@@ -62,11 +63,26 @@ def files_of(path: Path) -> list[Path]:
         raise ConfigError(show(path), rule, f"Name one of them: {show(path)}/{first}")
     if (place / _SAVED).is_file():
         return [path / name for name in _saved_parts(path)]
-    found = sorted(Path(folder) / name for folder, _, names in os.walk(place) for name in names if _is_data(name))
-    hidden = [file for file in found if not any(part.startswith(".") for part in file.relative_to(place).parts)]
-    if not hidden:
+    found = sorted(_below(place))
+    if not found:
         raise ConfigError(show(path), "is a folder without data files", f"Data files end in {', '.join(SUFFIXES)}")
-    return hidden
+    return found
+
+
+def _below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Data files in a folder and below it, through links, too; hidden files and folders are left out."""
+    real = folder.resolve()
+    if real in above:
+        raise ConfigError(show(folder), "is a link to a folder that it lies in", "Remove the link")
+    try:
+        entries = [(entry, entry.is_dir()) for entry in folder.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        raise ConfigError(show(folder), f"the folder cannot be read ({error.strerror})") from None
+    for entry, is_folder in entries:
+        if is_folder:
+            yield from _below(entry, (*above, real))
+        elif _is_data(entry.name):
+            yield entry
 
 
 def _is_data(name: str) -> bool:
@@ -111,7 +127,7 @@ def iter_items(path: Path) -> Iterator[Item]:
                 yield from _text_items(path, file, start)
     except FileNotFoundError:
         raise _absent(path) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(name, f"the data file cannot be read ({reason})") from None
 

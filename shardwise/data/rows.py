@@ -26,7 +26,7 @@ __all__ = ["Row", "Rows", "load_rows", "name_lines", "name_rows", "num_supervise
 
 _log = logging.getLogger(__name__)
 _SHOWN_RANGES, _SHOWN_FILES = 20, 5
-CHUNK = 500  # items that are tokenised at once; the format is found among the first so many
+CHUNK = 500  # items that are tokenised at once
 
 
 def row_hash(row: Row) -> str:
@@ -185,19 +185,19 @@ def chunks(
 ) -> Iterator[tuple[int, str, Format | None, list[Item]]]:
     """``(number of the file, its name, its format, items)``, at most ``CHUNK`` items at once, ``max_items`` in all.
 
-    ``given`` is ``data.format``; for ``auto`` the format of a file is that of its first row that has one.
+    ``given`` is ``data.format``; for ``auto`` the format of a file is that of its first row that has one, and rows in
+    chunks before that have none.
     """
     left = max_items
     for number, (name, items) in enumerate(parts):
         waiting = iter(items)
-        kind: Format | None = None
-        is_first = True
+        kind: Format | None = None if given == "auto" else given  # type: ignore[assignment]
+        is_certain = kind is not None
         while left is None or left > 0:
             batch = list(islice(waiting, CHUNK if left is None else min(CHUNK, left)))
             if not batch:
                 break
-            if is_first:
-                kind = find_format(batch, name) if given == "auto" else given  # type: ignore[assignment]
-                is_first = False
+            if not is_certain:
+                kind, is_certain = find_format(batch, name)
             left = None if left is None else left - len(batch)
             yield number, name, kind, batch

@@ -11,6 +11,7 @@ from shardwise.data.tokenise import Chunk
 from shardwise.errors import ConfigError
 
 _SHOWN = 3  # bad rows that one message spells out, and kinds of them
+_SHOWN_COLUMNS = 10
 _VARIES = re.compile(r"'[^']*'|\d+")  # what differs between two reasons of one kind
 Notify = Callable[[str], None]
 
@@ -45,11 +46,15 @@ class Tally:
     dropped: Fate = field(default_factory=Fate)
     truncated: Fate = field(default_factory=Fate)
     formats: dict[str, str] = field(default_factory=dict)  # by file
+    unused: dict[str, list[str]] = field(default_factory=dict)  # by file: columns with text that are not looked at
 
     def add(self, chunk: Chunk, name: str) -> None:
         """Count a chunk of the file ``name``."""
         self.num_items += chunk.num_items
-        self.formats.setdefault(name, chunk.kind or "none")
+        if chunk.kind or name not in self.formats:  # it may be found late
+            self.formats[name] = chunk.kind or "none"
+        found = self.unused.setdefault(name, [])
+        found += [column for column in chunk.unused if column not in found]
         for line, reason in chunk.bad:
             self.num_bad += 1
             if len(self.first_bad) < _SHOWN:
@@ -134,6 +139,21 @@ class Tally:
             told.append(f"{self.dropped.count} rows longer than {limit} dropped, the first {first}")
         if self.truncated.count:
             told.append(f"{self.truncated.count} rows cut to {limit}, the first {_line(self.truncated.first, name)}")
+        return told + self._unused(name)
+
+    def _unused(self, name: str) -> list[str]:
+        """A line for the files that have the same columns without a use."""
+        files: dict[tuple[str, ...], list[str]] = {}
+        for file, columns in self.unused.items():
+            files.setdefault(tuple(columns), []).append(file)
+        told = []
+        for names, having in files.items():
+            if not names:
+                continue
+            place = "" if having == [name] else f" in {having[0]}"
+            place += f" and {len(having) - 1} more files" if len(having) > 1 else ""
+            shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
+            told.append(f"columns with text that are not used{place}: {shown}")
         return told
 
 

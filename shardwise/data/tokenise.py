@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.data.convert import read_row
+from shardwise.data.convert import read_row, unused_columns
 from shardwise.data.cut import shorten
-from shardwise.data.detect import check_format, format_of
+from shardwise.data.detect import check_format, format_of, has_no_turns
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import IGNORED, BadRow, Format, Sample, Tokens
 from shardwise.data.source import Item, Record, parse
@@ -34,7 +34,8 @@ class Limits:
 class Chunk:
     """Rows of one file in use, and what became of the others: ``(line, reason)`` and ``(line, length)``.
 
-    ``hopeless`` is a reason after which the file cannot be read on; ``notes`` say how the rows were read.
+    ``hopeless`` is a reason after which the file cannot be read on; ``notes`` say how the rows were read;
+    ``unused`` are columns with text that were not looked at.
     """
 
     rows: list[Tokens] = field(default_factory=list)
@@ -48,6 +49,7 @@ class Chunk:
     num_items: int = 0
     notes: list[str] = field(default_factory=list)
     kind: Format | None = None
+    unused: list[str] = field(default_factory=list)
 
 
 def num_supervised(labels: np.ndarray) -> int:
@@ -61,10 +63,16 @@ def fingerprint(tokens: Tokens) -> bytes:
     return hashlib.sha256(b"".join(part.astype("<i4").tobytes() for part in parts)).digest()[:8]
 
 
-def find_format(items: Sequence[Item], name: str) -> Format | None:
-    """The format of the first of ``items`` that has one."""
-    values = (parse(item, name).value for item in items)
-    return next((kind for value in values if (kind := format_of(value))), None)
+def find_format(items: Sequence[Item], name: str) -> tuple[Format | None, bool]:
+    """The format of the first of ``items`` that has one, and whether that is certain: of no turns it is not."""
+    guess: Format | None = None
+    for item in items:
+        value = parse(item, name).value
+        kind = format_of(value)
+        if kind is not None and not (kind in ("messages", "sharegpt") and has_no_turns(value)):
+            return kind, True
+        guess = guess or kind
+    return guess, False
 
 
 def tokenise(items: Sequence[Item], name: str, kind: Format | None, encode: RowEncoder, limits: Limits) -> Chunk:
@@ -86,6 +94,8 @@ def tokenise(items: Sequence[Item], name: str, kind: Format | None, encode: RowE
         if record.is_last:
             chunk.hopeless = chunk.bad[-1]
     chunk.notes, encode.notes = encode.notes, []
+    used = [record.value for record, row in zip(records, read, strict=True) if not isinstance(row, BadRow)]
+    chunk.unused = list(dict.fromkeys(key for value in used for key in unused_columns(value, kind))) if kind else []
     return chunk
 
 

@@ -17,6 +17,7 @@ from shardwise.data.order import steps_per_epoch
 from shardwise.data.prepared import data_folder, find_prepared, num_cores, open_prepared, size_of, tokenizer_folder
 from shardwise.data.rows import Row, Rows, Source, survey_rows
 from shardwise.launch.preparing import run_sources
+from shardwise.log import say
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.spec.plan import Plan, batch_equation
 from shardwise.spec.run import RunConfig
@@ -74,7 +75,10 @@ def _read(source: Source, environ: Mapping[str, str], console: Console) -> tuple
     cache = data_folder(environ)
     folder = find_prepared(source, cache)
     if folder is None and cache is not None and size_of(source) > SMALL_BYTES:
-        folder = prepare_shown(source, cache, num_cores(), console)
+        try:
+            folder = prepare_shown(source, cache, num_cores(), console)
+        except OSError as error:
+            say(f"{source.name}: tokens are not kept, since {cache} cannot be written to ({error.strerror})")
     if folder is not None:
         return open_prepared(folder)
     return survey_rows(source, lambda: load_tokenizer(tokenizer_folder(source)))

@@ -34,7 +34,7 @@ class DataReader:
     """Reads the rows of a run; every method is to be called by all ranks.
 
     Args:
-        memory: what a script holds instead of files.
+        memory: what a script holds instead of files; None under ``shardwise train``.
         cache: the folder of prepared data, None for a user without a home.
         processes: that tokenise what is not prepared yet.
         say: tells the user, on rank 0.
@@ -44,7 +44,7 @@ class DataReader:
         self, run: RunConfig, plan: Plan, memory: MemoryData | None, cache: Path | None, processes: int, say: Say
     ) -> None:
         self._run, self._model = run, plan.model
-        self._memory = memory or MemoryData()
+        self._memory, self._is_script = memory or MemoryData(), memory is not None
         self._cache, self._processes, self._say = cache, processes, say
 
     def train_rows(self) -> tuple[Rows, Rows | None]:
@@ -58,7 +58,10 @@ class DataReader:
         rows, apart = found.rows, found.apart
         if apart is not None:
             total = len(apart) + sum(map(len, found.parts))
-            self._say(f"data.val_size: {len(apart)} of {total} rows are set apart for evaluation")
+            # A script may evaluate by itself whatever the strategy is.
+            is_idle = not self._is_script and self._run.eval.strategy == "no"
+            purpose = " and not evaluated: eval.strategy is no" if is_idle else " for evaluation"
+            self._say(f"data.val_size: {len(apart)} of {total} rows are set apart{purpose}")
         if len(found.parts) > 1:
             for source, part, count in zip(data_sources(data.train), found.parts, found.counts, strict=True):
                 share = f"{count / len(rows):.1%} of an epoch, each row {count / len(part):.2f} times"
@@ -111,19 +114,30 @@ class DataReader:
         if path in memory.datasets:
             dataset = memory.datasets[path]
             records = memory_records(dataset, path, source.max_samples)
-            if self._cache is None or (hasattr(dataset, "__len__") and len(dataset) <= _FEW_ROWS):
+            is_small = hasattr(dataset, "__len__") and len(dataset) <= _FEW_ROWS
+            folder = None if is_small else self._held_folder(source)
+            if folder is None:
                 return load_rows(source, lambda: self._tokenizer(source), records, self._say)
-            return self._spill(source, records, self._cache)
+            return self._spill(source, records, folder)
         if memory.tokenizer is None:
             folder = ready(source, self._cache, self._processes, self._say)
             if folder is not None:
                 return folder
         return load_rows(source, lambda: self._tokenizer(source), None, self._say)
 
-    def _spill(self, source: Source, records: Iterable[Record], cache: Path) -> Path:
-        """Rows of memory, tokenised one after the other into a folder of this run alone."""
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=cache, prefix=".held-"))
+    def _held_folder(self, source: Source) -> Path | None:
+        """A folder of this run alone in the cache, None where that cannot be written to."""
+        if self._cache is None:
+            return None
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(dir=self._cache, prefix=".held-"))
+        except OSError as error:
+            self._say(f"{source.name}: rows stay in memory: {self._cache} cannot be written to ({error.strerror})")
+            return None
+
+    def _spill(self, source: Source, records: Iterable[Record], folder: Path) -> Path:
+        """Rows of memory, tokenised one after the other into a folder."""
         try:
             survey_rows(source, lambda: self._tokenizer(source), records, folder)
         except BaseException:

@@ -101,9 +101,11 @@ def check_order(saved: dict[str, Any], run: RunConfig, checkpoint: Path) -> None
         order = {"data.shuffle": data["shuffle"], "data.group_by_length": data.get("group_by_length", False)}
         if data["shuffle"]:
             order["data.seed"] = seed if data["seed"] is None else data["seed"]
+        if order["data.group_by_length"]:  # by the lengths that are left after the cut
+            order |= {"data.max_length": data["max_length"], "data.on_long": data["on_long"]}
         orders.append(order)
     for key, value in orders[0].items():
         if orders[1].get(key) != value:
-            shown, other = str(value).lower(), str(orders[1].get(key)).lower()
+            shown, other = ("null" if one is None else str(one).lower() for one in (value, orders[1].get(key)))
             rule = f"it stands in the middle of an epoch in the order of {key} = {shown}, that of this run is {other}"
             raise CheckpointError(f"resume from {checkpoint}", rule, f"Use {key}={shown}, or start anew with resume=no")

@@ -7,14 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from shardwise import cli
 from shardwise.errors import ConfigError
+from shardwise.launch import preparing
+from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import prepare
 from shardwise.spec.aliases import translate
+from shardwise.spec.plan import Plan
+from shardwise.spec.run import RunConfig
 from tests.spec.model_folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +103,27 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path: Path, start
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert (process.returncode, stderr.strip()) == (130, "stopped by SIGINT")
+
+
+@pytest.mark.parametrize("ending", [ConfigError("d8.jsonl:9", "not JSON"), KeyboardInterrupt()])
+def test_what_ends_a_start_while_rows_are_tokenised_leaves_the_folder_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException
+) -> None:
+    (tmp_path / "d8.jsonl").write_text("{}\n", encoding="utf-8")
+    model, output = make_folder(tmp_path / "m"), tmp_path / "out"
+    tree = {"model": str(model), "device": "cpu", "data": {"train": str(tmp_path / "d8.jsonl")}}
+    tree |= {"output_dir": str(output)}
+
+    def end(run: RunConfig, plan: Plan, environ: Mapping[str, str]) -> None:
+        assert (output / ".lock").exists()  # nobody else may take the folder meanwhile
+        raise ending
+
+    monkeypatch.setattr(preparing, "prepare_ahead", end)
+    with pytest.raises(type(ending)):
+        cli._train(tree)
+    release_all()
+    assert not list(output.iterdir())
+    prepare(tree)  # the corrected run is not refused
 
 
 def test_the_configuration_of_the_first_test_is_else_good(tmp_path: Path) -> None:

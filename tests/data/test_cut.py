@@ -22,6 +22,7 @@ def kept(labels: str, length: int, head: int = 0) -> list[int] | None:
 
 def test_what_stays_of_a_row() -> None:
     assert kept("xxxxxx", 4) == [0, 1, 2, 3]  # a text
+    assert kept(".xxxxx", 4, head=1) == [0, 1, 2, 3]  # behind a BOS
     assert kept("..xx..xx", 6) == [0, 1, 2, 3]  # the turns up to the last whole answer
     assert kept("..xx....", 6) == [0, 1, 2, 3, 4, 5]
     assert kept(".....xx", 4) == [3, 4, 5, 6]  # the end of the prompt, and the answer
@@ -44,7 +45,7 @@ def test_a_cut_row_is_short_and_teaches_whole_answers(labels: str, length: int, 
     assert len(cut.input_ids) <= length
     assert (cut.labels[1:] != IGNORED).any()
     assert set(cut.labels) <= {IGNORED, *cut.input_ids}
-    if "." not in labels:
+    if "." not in labels[max(1, head) :]:  # a text
         return
     for place in cut.labels[cut.labels != IGNORED]:  # its answer is there to its end
         end = labels.find(".", int(place))

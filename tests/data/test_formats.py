@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.data.convert import read_row
+from shardwise.data.convert import read_row, unused_columns
 from shardwise.data.detect import check_format, format_of
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import BadRow, Conversation, Sample, Text
@@ -89,6 +89,10 @@ def read(value: dict[str, Any]) -> Sample:
             "pairs",
             [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}],
         ),
+        ({"context": "1 2", "question": "Sum?", "answer": "3"}, "pairs",
+         [{"role": "user", "content": "Sum?\n1 2"}, {"role": "assistant", "content": "3"}]),
+        ({"prompt": "Add", "query": "1 2", "response": "3"}, "pairs",
+         [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]),
         ({"system_prompt": "S", "question": "Why?", "response": "So."}, "pairs",
          [{"role": "system", "content": "S"}, *TALK]),
         ({"prompt": "1, 2,", "completion": " 3"}, "prompt_completion", Text((("1, 2,", False), (" 3", True)))),
@@ -137,6 +141,23 @@ def test_what_is_wrong_with_a_row_is_said_in_its_own_words(row: dict[str, Any], 
 
     with pytest.raises(BadRow, match=reason):
         attempt()
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"id": "a7", "context": "1 2", "question": "Sum?", "answer": "3", "history": [["a", "b"]], "n": 3}, ["id"]),
+        ({"instruction": "a", "input": "b", "output": "c", "response": "d", "note": " "}, ["response"]),
+        ({"prompt": "a", "completion": "b", "context": "c"}, ["context"]),
+        ({"messages": TALK, "system": "S", "title": "t"}, ["title"]),
+        ({"text": "a", "url": "u"}, ["url"]),
+        ({"input_ids": [1], "source": "x"}, []),
+    ],
+)
+def test_columns_with_text_that_are_not_used_are_named(row: dict[str, Any], unused: list[str]) -> None:
+    kind = format_of(row)
+    assert kind is not None
+    assert unused_columns(row, kind) == unused
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])

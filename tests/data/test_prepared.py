@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from shardwise.data import child, prepared
-from shardwise.data.mixing import combine, split_off
-from shardwise.data.prepared import find_prepared, key_of, open_prepared, prepare
+from shardwise.data.mixing import combine, mixed, split_off
+from shardwise.data.prepared import find_prepared, key_of, open_prepared, prepare, size_of
 from shardwise.data.rows import Rows, Source, load_rows
 from shardwise.errors import ConfigError
 from shardwise.spec.rules import parse_run
@@ -95,6 +98,25 @@ def test_a_large_file_is_hashed_once_and_again_when_it_is_touched(
     assert path in hashed
 
 
+def test_a_folder_that_does_not_open_is_made_again(model: Path, tmp_path: Path) -> None:
+    given, cache = source(model, write(tmp_path / "d.jsonl", TALKS[:3])), tmp_path / "cache"
+    folder = prepare(given, cache, processes=1)
+    os.truncate(folder / "labels.bin", 8)
+    assert find_prepared(given, cache) is None
+    assert find_prepared(given, tmp_path / ("a" * 300)) is None  # no file system has such a cache
+    assert prepare(given, cache, processes=1) == folder
+    assert len(open_prepared(folder)[0]) == 3
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", TALKS[:3])
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    given = source(model, tmp_path)
+    for look in (key_of, size_of):
+        with pytest.raises(ConfigError, match=r"gone\.jsonl: the file cannot be read \(No such file"):
+            look(given)
+
+
 @pytest.mark.slow
 def test_jobs_that_start_at_once_prepare_once_and_a_refusal_leaves_nothing(model: Path, tmp_path: Path) -> None:
     path, cache = write(tmp_path / "d.jsonl", TALKS[:5]), tmp_path / "cache"
@@ -133,6 +155,21 @@ def test_a_large_source_is_prepared_in_a_child_whose_refusal_comes_back(
     monkeypatch.setattr(child, "SMALL_BYTES", 1)
     with pytest.raises(ConfigError, match=r"d.jsonl:2: id 9999"):
         child.ready(source(model, path), tmp_path / "cache", 1, pytest.fail)
+
+
+def test_a_progress_bar_has_no_thread_beside_which_processes_are_forked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, before = io.StringIO(), threading.active_count()
+
+    def tokenise(given: Source, cache: Path, processes: int, progress: prepared.Progress) -> Path:
+        progress(500, 0.5)
+        assert threading.active_count() == before
+        assert "tokenised 500 rows" in out.getvalue()
+        return cache
+
+    monkeypatch.setattr(child, "prepare", tokenise)
+    child.prepare_shown(source(model, tmp_path), tmp_path, 2, Console(file=out, force_terminal=True))
 
 
 def test_rows_that_are_set_apart_are_the_same_each_time_and_never_trained_on(model: Path, tmp_path: Path) -> None:
@@ -176,3 +213,13 @@ def test_sources_are_mixed_by_weight_and_no_row_is_lost(
     assert min(map(min, times)) == 1
     half = [row[0] for row in seen[: len(seen) // 2]].count(0) / (len(seen) // 2)
     assert half == pytest.approx(epoch.counts[0] / len(seen), abs=0.1)
+
+
+@pytest.mark.parametrize("weight", [1001.5, 1e300])
+def test_weights_that_repeat_rows_without_end_are_refused(model: Path, tmp_path: Path, weight: float) -> None:
+    path = write(tmp_path / "d.jsonl", [{"input_ids": [n, 1]} for n in range(4)])
+    rows = load_rows(source(model, path), make_tokenizer)
+    few = rows.take(np.arange(2))
+    assert mixed([rows, few], [1.0, 500.0])[1] == [4, 2000]
+    with pytest.raises(ConfigError, match=r"source 2 has 2 rows and would need [\d,.e+]+ in an epoch"):
+        mixed([rows, few], [1.0, weight])

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.readers import files_of, read_records
+from shardwise.data.rows import CHUNK
 from shardwise.errors import ConfigError
 from tests.data.helpers import load, make_tokenizer, write
 from tests.long import EVERYTHING
@@ -115,6 +117,7 @@ def test_each_line_of_a_text_is_a_row_that_is_learned_as_a_whole(tmp_path: Path)
         ("d.csv", "prompt,response\na,b\nc,\xff\n".encode("latin-1"), [":3", "not UTF-8"]),
         ("d.txt", "Hello\n你好\n".encode("gb18030"), [":2", "not UTF-8", "GBK"]),
         ("d.jsonl", gzip.compress(b'{"text": "a"}')[:-9], ["cannot be read"]),
+        ("d.jsonl", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, ["cannot be read", "decompressing"]),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(
@@ -138,6 +141,23 @@ def test_a_row_that_hides_those_behind_it_is_never_left_out(tmp_path: Path) -> N
         load(tmp_path / "d.csv", on_bad_rows="skip")
 
 
+@pytest.mark.parametrize("first", [{"conversations": []}, {"conversations": None}, {"note": 3}])
+def test_a_row_without_turns_does_not_say_which_format_the_others_have(tmp_path: Path, first: dict[str, Any]) -> None:
+    talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+    path = write(tmp_path / "d.jsonl", [*[first] * CHUNK, {"conversations": talk, "id": "a7"}, {"conversations": []}])
+    said: list[str] = []
+    given: dict[str, Any] = {"on_bad_rows": "skip", "notify": said.append, "tokenizer": lambda: TOKENIZER}
+    assert [row.line for row in load(path, len(TOKENIZER), **given)] == [CHUNK + 1]
+    assert f"{CHUNK + 1} bad rows left out" in said[0]
+    assert said[1].endswith("columns with text that are not used: id")
+    with pytest.raises(ConfigError, match=f":{CHUNK + 2}: the conversation is empty"):
+        load(
+            write(path, [{"conversations": talk}] * (CHUNK + 1) + [{"conversations": []}]),
+            len(TOKENIZER),
+            **given | {"on_bad_rows": "refuse"},
+        )
+
+
 TOKENIZER = make_tokenizer()
 
 # Files that are broken in every way: each row is used, or counted, or the file is refused in one message.
@@ -159,6 +179,20 @@ BROKEN = st.one_of(
 )
 
 
+def _damaged(data: bytes, place: int) -> bytes:
+    place %= len(data)
+    return data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :]
+
+
+WRAPPED = st.one_of(
+    st.just(lambda data: data),
+    st.just(gzip.compress),
+    st.integers(2, 1000).map(lambda place: lambda data: _damaged(gzip.compress(data), max(2, place))),
+    st.integers(2, 40).map(lambda cut: lambda data: gzip.compress(data)[: max(3, len(data) - cut)]),
+    st.sampled_from([b"", b"PAR1"]).map(lambda end: lambda data: b"PAR1" + data + end),
+)
+
+
 @settings(
     max_examples=1000 if EVERYTHING else 40,
     deadline=None,
@@ -167,13 +201,14 @@ BROKEN = st.one_of(
 @given(
     lines=st.lists(GOOD | BROKEN, max_size=8),
     name=st.sampled_from(["d.jsonl", "d.json", "d.csv", "d.txt", "d", "d.parquet"]),
+    wrap=WRAPPED,
     skip=st.booleans(),
 )
 def test_a_broken_file_is_refused_or_its_rows_are_counted(
-    tmp_path: Path, lines: list[bytes], name: str, skip: bool
+    tmp_path: Path, lines: list[bytes], name: str, wrap: Callable[[bytes], bytes], skip: bool
 ) -> None:
     path = tmp_path / name
-    path.write_bytes(b"\n".join(lines))
+    path.write_bytes(wrap(b"\n".join(lines)))
     said: list[str] = []
     try:
         rows = load(

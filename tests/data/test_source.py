@@ -102,6 +102,17 @@ def test_an_absent_file_names_the_nearest_and_a_folder_is_refused(tmp_path: Path
         read_records(tmp_path / "nowhere" / "d.jsonl")
 
 
+def test_linked_folders_are_read_and_links_in_a_circle_refused(tmp_path: Path) -> None:
+    for name in ("a", "b", "other"):
+        (tmp_path / name).mkdir()
+    file(tmp_path / "other", "{}")
+    (tmp_path / "a" / "sub").symlink_to(tmp_path / "other")
+    assert files_of(tmp_path / "a") == [tmp_path / "a" / "sub" / "d.jsonl"]
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"a/sub/back: is a link to a folder that it lies in"):
+        files_of(tmp_path / "a")
+
+
 def test_text_and_file_names_are_utf8_under_the_c_locale(tmp_path: Path) -> None:
     file(tmp_path, json.dumps({"t": "你好 😀"}, ensure_ascii=False), "数据.jsonl")
     code = (

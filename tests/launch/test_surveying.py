@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import ConfigError
+from shardwise.launch import surveying
 from tests.data.helpers import make_tokenizer, write
 from tests.spec.model_folder import make_folder
 
@@ -50,6 +51,16 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_is_wrong_is_counted(tmp_
     text = show(*given, "--rows", "1")
     assert "«I am fine, 0 times<|im_end|>\n»" in text
     assert "training would refuse 3 bad rows" in text
+
+
+def test_a_cache_that_cannot_be_written_to_is_done_without(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "d.jsonl", [talk("Fine")] * 3)
+    monkeypatch.setattr(surveying, "SMALL_BYTES", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    answer = json.loads(show(str(path), "--model", str(model), "--json"))
+    assert answer["epoch"]["rows"] == 3
 
 
 def first_text(row: dict[str, Any]) -> str:

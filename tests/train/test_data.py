@@ -13,6 +13,7 @@ import pytest
 from shardwise.config import apply_overrides
 from shardwise.data import child
 from shardwise.data.memory import MemoryData
+from shardwise.data.rows import Rows, Source
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import prepare
 from shardwise.testing import run_distributed
@@ -43,6 +44,42 @@ def child_open(folder: Path) -> Any:
     from shardwise.data.prepared import open_prepared
 
     return open_prepared(folder)
+
+
+def test_rows_of_a_script_stay_in_memory_where_the_cache_cannot_be_written_to(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model")
+    cache = tmp_path / "file" / "cache"
+    cache.parent.touch()
+    run, plan = prepare({"model": str(tmp_path / "model"), "device": "cpu"}, command="script")
+    said: list[str] = []
+    held = MemoryData({"rows": lambda: iter(make_rows())})
+    reader = data.DataReader(run, plan, held, cache, 1, said.append)
+    found = reader._find(Source(Path("rows"), run, plan.model.vocab_size))
+    assert isinstance(found, Rows)
+    assert len(found) == len(make_rows())
+    assert "rows stay in memory" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "memory", "words"),
+    [
+        ("no", None, "3 of 8 rows are set apart and not evaluated: eval.strategy is no"),
+        ("epoch", None, "3 of 8 rows are set apart for evaluation"),
+        ("no", MemoryData(), "3 of 8 rows are set apart for evaluation"),
+    ],
+)
+def test_rows_that_are_set_apart_and_not_evaluated_are_said_to_be(
+    tmp_path: Path, strategy: str, memory: MemoryData | None, words: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    tree = {"model": str(make_folder(tmp_path / "model")), "device": "cpu", "eval": {"strategy": strategy}}
+    run, plan = prepare(tree | {"data": {"train": str(path), "val_size": 3}}, command="script")
+    said: list[str] = []
+    reader = data.DataReader(run, plan, memory, None, 1, said.append)
+    with mock.patch.object(data, "from_rank_0", lambda work: work()):
+        reader.train_rows()
+    assert said == [f"data.val_size: {words}"]
 
 
 def _refused(rank: int, overrides: list[str]) -> str:

@@ -37,6 +37,19 @@ def test_another_order_is_refused_in_the_middle_of_an_epoch(now: RunConfig, word
     _check(_run(), now, rows_seen=0)  # the next epoch has an order of its own
 
 
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"max_length": 8}, "data.max_length = null, that of this run is 8. Use data.max_length=null"),
+        ({"on_long": "drop"}, "data.on_long = refuse, that of this run is drop"),
+    ],
+)
+def test_an_order_by_length_keeps_what_rows_are_cut_to(now: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        _check(_run(group_by_length=True), _run(group_by_length=True, **now))
+    assert words in str(error.value)
+
+
 def test_what_does_not_change_the_order_may_change() -> None:
     _check(_run(), _run(seed=3).model_copy(update={"data": DataConfig(seed=42, packing=True, max_length=9)}))
     _check(_run(shuffle=False), _run(seed=3, shuffle=False))
