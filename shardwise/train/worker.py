@@ -123,7 +123,9 @@ def build_parts(
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
     if run.data.packing:
-        from_rank_0(lambda: check_packing(blueprint.model))
+        positions = plan.model.max_position_embeddings
+        capacity = min(run.data.max_length or positions, positions)
+        from_rank_0(lambda: check_packing(blueprint.model, capacity))
     assert run.data.train is not None
     reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
     rows, apart = reader.train_rows()
