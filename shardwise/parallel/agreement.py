@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -20,6 +21,13 @@ def on_all_ranks(holds: bool) -> bool:
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, holds)
     return all(box)
+
+
+def on_one_machine() -> bool:
+    """Whether all ranks run under one host name; the same answer on all of them."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, platform.node())
+    return len(set(box)) == 1
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
