@@ -62,8 +62,8 @@ def _check_rotary(config: Any, name: str, capacity: int) -> None:
         kind = str(rope.get("rope_type", rope.get("type", "")))
         if kind != "longrope" and "dynamic" not in kind:
             continue
-        most = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", capacity)
-        if capacity > most:
+        most = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if most is not None and capacity > most:
             rule = (
                 f"{name} has rope_type={kind}, whose factors are others above {most} positions "
                 f"(original_max_position_embeddings), and packed rows may reach {capacity}"
