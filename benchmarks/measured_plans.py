@@ -127,7 +127,7 @@ def measure_rank(rank: int, setting: Setting) -> RankResult:
 
     torch.set_num_threads(max(1, num_cores() // dist.get_world_size()))
     strategy = Strategy.from_json(setting.fields)
-    keep_freed_pages(strategy.dp_shard > 1)
+    keep_freed_pages(os.environ, strategy.dp_shard > 1)
     mesh = build_mesh(strategy, torch.device("cpu"))
     meter = MemoryMeter(torch.device("cpu"))
     hf_model = build_on_meta(Path(setting.folder), "sdpa")

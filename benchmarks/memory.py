@@ -123,7 +123,7 @@ def measure_rank(rank: int, folder: str, tp: int, pp: int) -> RankMemory:
     from shardwise.train.step import train_step
 
     torch.set_num_threads(max(1, num_cores() // (tp * pp)))
-    keep_freed_pages()
+    keep_freed_pages(os.environ)
     stages = default_stages(CONFIG["num_hidden_layers"], pp)
     mesh = build_mesh(Strategy(pp=pp, tp=tp, stages=stages, micro_batch_size=ROWS // pp), torch.device("cpu"))
     meter = MemoryMeter(torch.device("cpu"))

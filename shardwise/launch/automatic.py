@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, d
     costs = trained(run, folder_costs(folder, model, os.environ))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
     work = on_cluster(work_of(row_tokens(run, model.max_position_embeddings), precision, train), cluster)
+    work = replace(work, packed=run.data.packing)
     rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     if here and train.global_batch_size is None:  # as the rule for missing degrees has it: every data rank gets a row
         rows = -(-rows // devices) * devices

@@ -56,6 +56,7 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     cluster = measured_cluster(run.devices, environ) if here else find_cluster(run.cluster)
     sequence = sequence_of(run, model)
     work = on_cluster(work_of(sequence, run.train.precision or default_precision(cluster), run.train), cluster)
+    work = replace(work, packed=run.data.packing)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
     own = memory_share(run.devices) if here else 0.0
     limit = own if memory is None else parse_bytes("--memory", memory)

@@ -194,7 +194,7 @@ def open_process_group(
     ``gathers``: the plan shares weights out over data ranks.
     """
     if device_type == "cpu":
-        keep_freed_pages(gathers)
+        keep_freed_pages(os.environ, gathers)
     if device_type == "npu":
         importlib.import_module("torch_npu")  # registers torch.npu and hccl
     if device_type != "cpu":

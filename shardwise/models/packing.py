@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError
 from shardwise.models.calling import call_model
 from shardwise.models.shrink import build_small, shrink
 
@@ -27,24 +27,48 @@ _SPECIAL_IDS = 5  # the first ids are often those of padding and ends
 Outputs = dict[str, torch.Tensor]  # module -> [1, length, ...], in the order in which modules return
 
 
-def check_packing(model: PreTrainedModel) -> None:
+def check_packing(model: PreTrainedModel, capacity: int) -> None:
     """Refuse a model in which packed rows do not give what they give apart.
 
     Args:
         model: whole, on meta or not; its configuration and kind of attention alone are looked at.
+        capacity: the most tokens that packed rows may fill together.
 
     Raises:
-        ConfigError: the module that mixes them, or that no small copy can be built or run.
+        ConfigError: the module that mixes them; or that no small copy can be built or run; or rotary positions whose
+            factors depend on how many tokens there are, and a capacity that reaches over their change.
     """
     name = type(model).__name__
+    _check_rotary(model.config.get_text_config(), name, capacity)
     try:
         where = first_mixing(build_small(shrink(model.config)))
-    except (PlanError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except Exception as error:  # whatever foreign model code raises
         rule = f"whether {name} keeps packed rows apart cannot be tried ({type(error).__name__}: {error})"
         raise ConfigError("data.packing = true", rule, "Use data.packing=false") from error
     if where:
         rule = f"{name} mixes rows that lie one behind the other: the first module that does is {where}"
         raise ConfigError("data.packing = true", rule, "Use data.packing=false, or data.group_by_length=true")
+
+
+def _check_rotary(config: Any, name: str, capacity: int) -> None:
+    """Refuse factors that the largest position of a micro-batch decides: padding counts on from packed rows.
+
+    The small copy does not show it: it is shorter than the length at which the factors change.
+    """
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in (given, *given.values()):  # one for all blocks, or one for each kind of them
+        if not isinstance(rope, dict):
+            continue
+        kind = str(rope.get("rope_type", rope.get("type", "")))
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        most = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if most is not None and capacity > most:
+            rule = (
+                f"{name} has rope_type={kind}, whose factors are others above {most} positions "
+                f"(original_max_position_embeddings), and packed rows may reach {capacity}"
+            )
+            raise ConfigError("data.packing = true", rule, f"Use data.max_length={most}, or data.packing=false")
 
 
 @torch.no_grad()

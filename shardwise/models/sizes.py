@@ -67,7 +67,7 @@ _ROLES: tuple[tuple[str, Role | None], ...] = (
     (r"heads?(_|$)|^n_groups$|_n?groups$", Role.COUNT),
     (r"expert_(layer|group)|_(period|offset|interval|step|stride|every_n_layers)$", None),
     (r"conv|kernel|(^|_)(num_)?(mem_blocks|random_blocks|buckets|hashes|cycles|inputs)$", None),
-    (r"window|chunk_(size|length)|(^|_)block_size$", Role.WINDOW),
+    (r"window|chunk_(size|length)|(^|_)block_size$|^floor_scale$", Role.WINDOW),
     (r"position|^n_ctx$|^max_seq_len$|^context_length$|^mem_len$", Role.POSITIONS),
     (
         r"size|dim|width|rank|inner|_inner|d_model|n_embd|ffn|dff|dim_ff|d_rel|d_ssm|d_state|intermediate|length",

@@ -23,18 +23,26 @@ from shardwise.tensor.table import ShardingTable
 class Received:
     """What a stage has received for the micro-batch that it computes, by the part that made it.
 
-    ``like`` are the position ids [rows, length] of the micro-batch.
+    ``like`` are the position ids [rows, length] of the micro-batch. ``at_blocks`` is True from where the pass comes to
+    the stage's own blocks until it ends.
     """
 
     def __init__(self, border: Sequence[Value]) -> None:
         self.border = tuple(border)
         self.values: dict[Value, torch.Tensor] = {}
         self.like = torch.empty(0, 0)
+        self.at_blocks = False
 
     def take(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
         """``tensors`` came over the border."""
         self.values = dict(zip(self.border, tensors, strict=True))
         self.like = like
+        self.at_blocks = False
+
+    def drop(self) -> None:
+        """The pass ends."""
+        self.values = {}
+        self.at_blocks = False
 
     def of(self, name: str) -> dict[Place, Any]:
         """The tensors that the part ``name`` has made."""

@@ -63,12 +63,16 @@ class PassThrough(StandIn):
     Where its hidden state was not, it hands on the one that it is given, which is of no value and is not read.
     """
 
-    def __init__(self, replaced: nn.Module, chain: Chain, name: str, received: Received) -> None:
+    def __init__(
+        self, replaced: nn.Module, chain: Chain, name: str, received: Received, *, is_last: bool = False
+    ) -> None:
         super().__init__(replaced)
         self.chain, self.name, self.received = chain, name, received
+        self.is_last = is_last  # what the model does next is the stage's own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         chain, values = self.chain, self.received.of(self.name)
+        self.received.at_blocks = self.is_last
         key = chain.input_key
         state = (RETURNED, chain.output_index) if chain.num_outputs else (RETURNED,)
         values.setdefault(state, args[key] if isinstance(key, int) else kwargs[key])
@@ -82,7 +86,8 @@ class PassThrough(StandIn):
 class Absent(StandIn):
     """A module before the blocks on a later stage: what of it was received, else zeros, which are not read.
 
-    So are its weights, where the model's own forward takes them from it (the row of a padding token, say).
+    So are its weights, where the model's own forward takes them from it before its blocks (the row of a padding token,
+    say): only what was received leaves that part. Later they would count.
     """
 
     def __init__(self, replaced: nn.Module, template: Any, name: str, received: Received) -> None:
@@ -93,6 +98,9 @@ class Absent(StandIn):
         value = super().__getattr__(name)
         if not isinstance(value, nn.Parameter):
             return value
+        if self.received.at_blocks:
+            rule = f"{self.name}.{name} is read at or behind blocks of a stage that does not hold it"
+            raise PlanError("strategy.pp above 1", rule, "Use pp=1")
         # Without memory: embeddings are large.
         return torch.zeros((), dtype=value.dtype, device=self.received.like.device).expand(value.shape)
 
@@ -183,12 +191,12 @@ class Stage(nn.Module):
         if self.sent is None:
             with recording:
                 logits = call_model(self.model, input_ids, position_ids)
-            self.received.values = {}
+            self.received.drop()
             return logits
         self.sent.begin(self.model)
         with contextlib.suppress(_Left), recording:
             call_model(self.model, input_ids, position_ids)
-        self.received.values = {}
+        self.received.drop()
         sent = self.sent.take()
         shapes = self.shapes_at_ends[1]
         if shapes:
@@ -287,7 +295,9 @@ def cut_modules(model: PreTrainedModel, structure: Structure, chain: Chain, cut:
     own_absent: list[tuple[str, Shape]] = []
     for index in range(structure.num_blocks):
         if index < cut.first_block:
-            blocks[index] = PassThrough(blocks[index], chain, f"{structure.blocks}.{index}", received)
+            blocks[index] = PassThrough(
+                blocks[index], chain, f"{structure.blocks}.{index}", received, is_last=index == cut.first_block - 1
+            )
         elif index >= cut.last_block:
             blocks[index] = Exit(blocks[index])
     if not is_first:

@@ -83,6 +83,7 @@ class Work:
         host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
         ours: it runs on our runtime, which shares out by FSDP2 (:mod:`shardwise.planner.state`), sums gradients once a
             step, and keeps logits beside the scores of the loss.
+        packed: rows lie one behind the other, and each block's attention keeps a mask.
     """
 
     sequence: int
@@ -105,3 +106,4 @@ class Work:
     base_bytes: float = 1.5 * 2**30
     host_bytes: float = 0.0
     ours: bool = False
+    packed: bool = False

@@ -30,10 +30,12 @@ def rank_memory(
     terms = state_terms(parts, layout, work)
     blocks: dict[int, float] = {}
     logits: dict[int, float] = {}
+    masks: dict[int, float] = {}
     for stage, placed in zip(sorted({action.stage for action in actions}), stages, strict=True):
         heads = [one for one in placed if one[0].name == "head"]
         rest = [one for one in placed if one[0].name != "head"]
         blocks[stage], logits[stage] = _saved(rest, layout, work), _saved(heads, layout, work)
+        masks[stage] = float(sum(times * _kept_mask(part, level, layout, work) for part, times, level in rest))
     size = max(blocks) + 1
     both = [blocks.get(s, 0.0) + logits.get(s, 0.0) for s in range(size)]
     alone = [blocks.get(s, 0.0) for s in range(size)]
@@ -59,6 +61,12 @@ def rank_memory(
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     if work.counted in ("device", "process"):
         terms["base"] = work.base_bytes
+    if work.packed:
+        bare = [alone[s] - masks.get(s, 0.0) for s in range(size)]
+        terms["masks"] = min(
+            terms["activations"], peak_bytes(actions, alone, waiting) - peak_bytes(actions, bare, waiting)
+        )
+        terms["activations"] -= terms["masks"]
     return {name: float(value) for name, value in terms.items()}
 
 
@@ -94,7 +102,18 @@ def saved_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Wo
         # The logits, which autograd does not keep: the loss reads them, or the pipeline holds them as its result.
         elements = sum(product.outer * product.uses for product in part.products)
         kept = kept + rank_tokens(layout, work) * elements / layout.tp * work.compute_bytes
-    return kept
+    return kept + _kept_mask(part, level, layout, work)
+
+
+def _kept_mask(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Work) -> Any:
+    return 0.0 if level == "full" else _mask_bytes(part, layout, work)
+
+
+def _mask_bytes(part: PartCosts, layout: Layout, work: Work) -> Any:
+    """Of the mask between packed rows [rows, length, length], which attention makes one of numbers of its own."""
+    if not work.packed or part.attention is None:
+        return 0.0
+    return rank_tokens(layout, work) * work.sequence * work.compute_bytes
 
 
 def workspace_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Work) -> Any:
@@ -102,6 +121,8 @@ def workspace_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work
     everything = amount_bytes(part.saved.get("none", Amount()), layout, work)
     kept = amount_bytes(part.saved.get(level, Amount()), layout, work)
     bytes_ = everything - kept + (0.0 if part.name == "head" else 0.5 * everything)
+    if level == "full":
+        bytes_ = bytes_ + _mask_bytes(part, layout, work)
     if not work.ours:
         return bytes_
     return bytes_ + fresh_bytes(part, layout, work)

@@ -150,7 +150,7 @@ def _constant(job: Job, candidate: Candidate) -> float:
     lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
     middle = min(1, candidate.pp - 1)
     terms = rank_memory([stages[middle]], lists[middle], layout, job.work, job.cluster)
-    named = {"weights", "gradients", "optimizer", "activations", "logits", "slack", "heap"}
+    named = {"weights", "gradients", "optimizer", "activations", "logits", "masks", "slack", "heap"}
     return (
         sum(size for name, size in terms.items() if name not in named)
         + slack_share(job.work, layout) * terms["workspace"]

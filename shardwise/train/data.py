@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from shardwise.data.source import Record
 from shardwise.data.store import joined
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import load_tokenizer
-from shardwise.parallel.agreement import from_rank_0, on_all_ranks
+from shardwise.parallel.agreement import from_rank_0, on_all_ranks, on_one_machine
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, Sources, data_sources
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FEW_ROWS = 10_000  # of a script's data set, which each rank holds
+_HELD = ".held-"  # begins the names of folders of one run's rows
+_LEFT_SECONDS = 86400.0  # untouched for so long, one was left by a killed run
 Say = Callable[[str], None]
 
 
@@ -89,18 +93,23 @@ class DataReader:
         found = from_rank_0(lambda: self._find(source))
         if isinstance(found, Rows):
             return found
+        held = source.name in self._memory.datasets
         try:
-            return self._opened(source, found)
+            return self._opened(source, found, held)
         finally:
-            if source.name in self._memory.datasets and dist.get_rank() == 0:
+            if held and dist.get_rank() == 0:
                 shutil.rmtree(found, ignore_errors=True)  # what is mapped stays until the last rank lets it go
 
-    def _opened(self, source: Source, found: Path) -> Rows:
+    def _opened(self, source: Source, found: Path, held: bool) -> Rows:
+        """The rows of a prepared folder. ``held``: it goes as soon as they are opened, which one machine's ranks alone
+        survive: on a network's file system the others would lose what they have mapped.
+        """
         try:
             rows, told = open_prepared(found)
         except (OSError, ValueError, KeyError):
             rows, told = None, {"notes": []}
-        if not on_all_ranks(rows is not None):  # other machines do not see this one's cache
+        shared = not held or on_one_machine()
+        if not on_all_ranks(shared and rows is not None):  # other machines do not see this one's cache
             self._say(f"data      {source.name}: not every machine sees {found}, so each rank holds its rows")
             rows = from_rank_0(lambda: open_prepared(found)[0])
         assert rows is not None
@@ -131,7 +140,8 @@ class DataReader:
             return None
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(dir=self._cache, prefix=".held-"))
+            _sweep(self._cache)
+            return Path(tempfile.mkdtemp(dir=self._cache, prefix=_HELD))
         except OSError as error:
             self._say(f"{source.name}: rows stay in memory: {self._cache} cannot be written to ({error.strerror})")
             return None
@@ -148,3 +158,12 @@ class DataReader:
     def _tokenizer(self, source: Source) -> PreTrainedTokenizerBase:
         own: PreTrainedTokenizerBase | None = self._memory.tokenizer
         return own if own is not None else load_tokenizer(tokenizer_folder(source))
+
+
+def _sweep(cache: Path) -> None:
+    """Remove the folders that killed runs have left."""
+    for folder in cache.glob(f"{_HELD}*"):
+        with suppress(OSError):  # another run may be faster
+            touched = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
+            if time.time() - touched > _LEFT_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -123,7 +123,7 @@ def build_parts(
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
     if run.data.packing:
-        from_rank_0(lambda: check_packing(blueprint.model))
+        from_rank_0(lambda: check_packing(blueprint.model, _capacity(run, plan)))
     assert run.data.train is not None
     reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
     rows, apart = reader.train_rows()
@@ -182,6 +182,12 @@ def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> Non
     if loader.settings.packing:
         packed, unpacked = loader.fill_rates()
         say(f"packing   {packed:.1%} of the tokens of a step are no padding; {unpacked:.1%} without packing")
+
+
+def _capacity(run: RunConfig, plan: Plan) -> int:
+    """The most tokens that packed rows may fill together, before any is read."""
+    positions = plan.model.max_position_embeddings
+    return min(run.data.max_length or positions, positions)
 
 
 def _compiled_by_rule(

@@ -10,7 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.models.chain import find_chain
 from shardwise.models.structure import find_structure
 from shardwise.parallel.border import Received, local_shapes, need_gradients
-from shardwise.parallel.pipeline import Absent
+from shardwise.parallel.pipeline import Absent, StageCut, cut_modules
 from shardwise.tensor.table import ModuleSplit, SequenceSplit, ShardingTable, Style
 from tests.parallel.families import family_config
 
@@ -68,3 +68,28 @@ def test_weights_that_a_model_takes_from_an_absent_module_are_zeros_without_memo
     assert absent.weight.untyped_storage().nbytes() == 2
     assert absent.num_embeddings == 262_144
     assert not list(absent.parameters())
+
+
+def test_a_weight_that_is_read_behind_the_stages_own_blocks_is_refused():
+    """Zeros would count there: nothing that was received replaces what is made of them."""
+    model = AutoModelForCausalLM.from_config(family_config("gpt2"))
+    structure = find_structure(model)
+    chain = find_chain(model, structure)
+    last = structure.num_blocks
+    stage = cut_modules(model, structure, chain, StageCut(last - 1, last, 1))
+    state, positions = torch.randn(2, 5, model.config.hidden_size), torch.arange(5).expand(2, 5)
+    embedding, blocks = model.get_submodule(structure.embedding), model.get_submodule(structure.blocks)
+
+    def read(*_):
+        found.append(float(embedding.weight.sum()))
+
+    found = []
+    blocks[0].register_forward_pre_hook(read)  # nothing of this comes to the stage's own block
+    for _ in range(2):
+        assert stage(state, position_ids=positions).isfinite().all()
+    assert found == [0, 0]
+    blocks[last - 1].register_forward_hook(read)
+    with pytest.raises(PlanError, match=rf"{structure.embedding}.weight is read at or behind blocks.*Use pp=1"):
+        stage(state, position_ids=positions)
+    stage.received.drop()
+    assert not embedding.weight.any()

@@ -10,7 +10,7 @@ import pytest
 from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.known import known_costs, known_models, with_degrees
-from shardwise.planner.layout import Work
+from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import frozen
 from shardwise.planner.screen import groups_of, judge
 from shardwise.planner.shape import Shape, model_costs
@@ -145,3 +145,25 @@ def test_a_model_without_heads_keeps_its_traced_degrees() -> None:
     model = replace(known_costs("qwen3-0.6b")[0], num_heads=0, num_kv_heads=0)
     costs = preset_model("qwen3-0.6b")[1]
     assert with_degrees(costs, model).legal_degrees() == costs.legal_degrees()
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "in_flight"), [((32,), 1, 1), ((16, 16), 4, 2)])
+def test_each_block_keeps_a_mask_between_packed_rows(
+    stages: tuple[int, ...], micro_batches: int, in_flight: int
+) -> None:
+    """Of [rows, length, length] numbers, for each micro-batch in flight; with full recomputation one at a time."""
+    costs, cluster = model_costs(Shape("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000)), load_cluster("a100")
+    work = Work(2048, counted="tensors")
+    layout = Layout(pp=len(stages), micro_batch=3, num_micro_batches=micro_batches, stages=stages)
+
+    def terms(layout: Layout, packed: bool) -> dict[str, float]:
+        return estimate(costs, cluster, layout, replace(work, packed=packed)).memory_terms[0]
+
+    mask = 3 * 2048 * 2048 * 2
+    plain, packed = terms(layout, False), terms(layout, True)
+    assert packed.pop("masks") == pytest.approx(mask * stages[0] * in_flight)
+    assert packed == pytest.approx(plain)
+    again = replace(layout, recompute="full", recomputed=stages)
+    plain, packed = terms(again, False), terms(again, True)
+    assert packed["masks"] == 0
+    assert sum(packed.values()) == pytest.approx(sum(plain.values()) + mask)

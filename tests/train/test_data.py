@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,3 +108,33 @@ def test_ranks_have_the_same_rows_however_they_come_by_them(tmp_path: Path) -> N
     assert any("not every machine sees" in line for line in first[1])
     path.write_text('{"input_ids": [1, 2]}\n{"input_ids": [9999]}\n')
     assert [text.partition(": ")[2][:7] for text in run_distributed(_refused, 2, overrides)] == ["id 9999"] * 2
+
+
+def test_what_killed_runs_have_left_is_swept_up(tmp_path: Path) -> None:
+    for name, age in ((".held-old", 2 * 86400), (".held-new", 60), (".held-busy", 2 * 86400), ("kept", 2 * 86400)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows").write_text("")
+        then = time.time() - age
+        if name != ".held-busy":  # files in it are still written
+            os.utime(tmp_path / name / "rows", (then, then))
+        os.utime(tmp_path / name, (then, then))
+    data._sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".held-busy", ".held-new", "kept"]
+
+
+@pytest.mark.parametrize(("held", "hosts", "sent"), [(True, 2, True), (True, 1, False), (False, 2, False)])
+def test_rows_of_a_folder_that_goes_are_sent_to_other_machines(held: bool, hosts: int, sent: bool) -> None:
+    mapped, received = object(), object()
+
+    def gather(box: list[Any], value: Any) -> None:
+        box[:] = [value, value if isinstance(value, bool) else f"host{hosts}" if hosts > 1 else value]
+
+    reader = data.DataReader(mock.Mock(), mock.Mock(), None, None, 1, lambda _text: None)
+    with (
+        mock.patch.object(data, "open_prepared", return_value=(mapped, {"notes": []})),
+        mock.patch.object(data, "from_rank_0", return_value=received),
+        mock.patch("torch.distributed.get_world_size", return_value=2),
+        mock.patch("torch.distributed.all_gather_object", gather),
+    ):
+        rows: Any = reader._opened(mock.Mock(), Path("folder"), held)
+    assert rows is (received if sent else mapped)
