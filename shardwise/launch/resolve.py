@@ -50,10 +50,13 @@ _DATA_KEYS = ("data.train", "data.eval")
 _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
-def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = ()) -> tuple[RunConfig, Plan]:
+def prepare(
+    tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = (), own_output: bool = False
+) -> tuple[RunConfig, Plan]:
     """The resolved run and its plan; ``command`` other than ``train`` needs no data and no output folder.
 
-    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files.
+    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files. With ``own_output`` what lies
+    in the output folder is this run's, which is at work in it.
 
     The environment's SHARDWISE_DEVICE wins over ``device``; SHARDWISE_MODELS_DIR stands in for a
     missing ``models_dir``. In the run that comes back every default is filled in and ``model`` is the
@@ -76,7 +79,8 @@ def prepare(tree: dict[str, Any], *, command: str = "train", in_memory: Collecti
     run = locate_tokenizer(run)
     if command == "train":
         check_data(run, in_memory)
-        check_output(run, folder, nodes)
+        if not own_output:
+            check_output(run, folder, nodes)
     if command in ("train", "script"):
         check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)

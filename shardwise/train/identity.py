@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, saved_state
+from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, read_manifest, saved_state, step_of
 from shardwise.errors import CheckpointError
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -57,11 +57,23 @@ def chosen_checkpoint(run: RunConfig, folder: Path) -> Path | None:
 def after_restart(run: RunConfig, output_dir: Path) -> RunConfig:
     """The run as it goes on after a failure: from its newest checkpoint, or as it began if it has made none.
 
-    Results that are still set aside say that it has not made a step, so that checkpoints may be another run's.
+    Results that are still set aside say that it has not made a step, so that checkpoints may be another run's. So may
+    one that is not beyond the checkpoint that ``resume`` names, whose branch was set aside when this one began.
     """
-    if is_set_aside(output_dir) or not complete_checkpoints(output_dir / CHECKPOINTS):
+    if is_set_aside(output_dir):
+        return run
+    newest = next(iter(complete_checkpoints(output_dir / CHECKPOINTS)[::-1]), None)
+    if newest is None or (run.resume not in ("no", "auto") and (step_of(newest) or 0) <= _step_named(run.resume)):
         return run
     return run.model_copy(update={"resume": "auto", "overwrite": False})
+
+
+def _step_named(resume: str) -> int:
+    """The step of the checkpoint that ``resume`` names; -1 where it has gone."""
+    try:
+        return read_manifest(Path(resume).resolve())[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return -1
 
 
 def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import passed_over, saved_state
+from shardwise.checkpoint.listing import UNFINISHED, passed_over, saved_state
 from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import (
     SlicedTensor,
@@ -81,7 +81,8 @@ def intact_checkpoint(run: RunConfig, folder: Path) -> tuple[Path | None, list[s
         Its folder, None to start; and a line for each newer folder that was not taken, with the reason.
 
     Raises:
-        CheckpointError: the checkpoint that was named is damaged.
+        CheckpointError: the checkpoint that was named is damaged, or every one there is: a start from step 0 would
+            cut the metrics, unasked.
     """
     candidates: list[Path] = from_rank_0(lambda: resumable(run, folder))
     notes = []
@@ -96,6 +97,10 @@ def intact_checkpoint(run: RunConfig, folder: Path) -> tuple[Path | None, list[s
         checkpoint = None
     if run.resume == "auto":
         notes = sorted([*notes, *from_rank_0(lambda: passed_over(folder, checkpoint))], reverse=True)
+    damaged = [note for note in notes if not note.endswith(UNFINISHED)]
+    if checkpoint is None and damaged:
+        remedy = "Name a checkpoint that can be read, or start anew with resume=no and overwrite=true"
+        raise CheckpointError(f"resume = {run.resume!r}", f"no checkpoint is whole ({'; '.join(damaged)})", remedy)
     return checkpoint, notes
 
 
