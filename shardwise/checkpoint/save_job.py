@@ -39,6 +39,7 @@ from shardwise.checkpoint.shelf import set_aside, sweep
 from shardwise.checkpoint.store import SlicedTensor, snapshot
 from shardwise.errors import SaveError
 
+_COPY_AHEAD_BYTES = 10**7  # from a device, while others are written; DCP's own default
 _NICE = 10  # of a thread that writes while steps are made
 
 
@@ -83,9 +84,10 @@ class SaveJob:
         self._thread: threading.Thread | None = None
         _agree(self._open() if dist.get_rank() == 0 else None)
         tensors = snapshot(content.tensors) if background else dict(content.tensors)
-        # Copied ahead only from a device: in our thread DCP would ask for a stream, and so open a context on device 0.
-        ahead = {"per_thread_copy_ahead": 0} if background else {}
-        self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(self._draft, **ahead)
+        # A copy lies on the host: to ask for a stream, in a thread of its own, would open a context on device 0.
+        ahead = 0 if background else _COPY_AHEAD_BYTES
+        self._planner = DefaultSavePlanner()
+        self._writer = FileSystemWriter(self._draft, per_thread_copy_ahead=ahead)
         self._plan, self._metadata = _make_plan(self._planner, self._writer, tensors)
         if content.write_more is not None:
             content.write_more(self._draft)
