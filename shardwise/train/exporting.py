@@ -16,12 +16,21 @@ from shardwise.checkpoint.adapter import ADAPTER_FOLDER
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import assign_files, tensor_bytes, write_headers, write_slices, writing
 from shardwise.checkpoint.hf import load_slices
-from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, fault_in, saved_state
+from shardwise.checkpoint.listing import (
+    CHECKPOINTS,
+    MANIFEST_FILE,
+    complete_checkpoints,
+    fault_in,
+    passed_over,
+    saved_state,
+    step_of,
+)
 from shardwise.checkpoint.merge import Comparison, compare_logits, logits_of, probe
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import SlicedTensor, load_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.log import say
 from shardwise.models.build import build_on_meta, freeze_stored_buffers, put_head_last
 from shardwise.models.shard import Shard
 from shardwise.spec.layout import ParamLayout
@@ -33,14 +42,24 @@ _BATCH_BYTES = 2**28  # of parameters that are read at once; a larger one is rea
 def find_checkpoint(source: Path) -> Path:
     """The checkpoint that a path means: the folder itself (or a link to it), or the newest complete one of a run.
 
+    Which one is taken, and what was passed over for it, is said on stderr.
+
     Raises:
         ConfigError: there is none.
+        CheckpointError: the path names a checkpoint that is not complete.
     """
-    if not fault_in(source):
+    fault = fault_in(source)
+    if not fault:
         return source.resolve()
-    found = complete_checkpoints(source / CHECKPOINTS) or complete_checkpoints(source)
-    if found:
-        return found[-1]
+    if step_of(source.resolve()) is not None or (source / MANIFEST_FILE).exists():
+        raise CheckpointError(str(source), f"not a complete checkpoint: {fault}", "Export another one")
+    for folder in (source / CHECKPOINTS, source):
+        found = next(iter(complete_checkpoints(folder)[::-1]), None)
+        for note in passed_over(folder, found):
+            say(f"passed over {note}")
+        if found is not None:
+            say(f"exporting {found}")
+            return found
     rule = f"holds no complete checkpoint (looked in it, and for {CHECKPOINTS}/step-*)"
     raise ConfigError(str(source), rule, "Give a run's output folder, or a folder checkpoints/step-*")
 
