@@ -67,8 +67,7 @@ def prepare(
     """
     tree, notes = translate(tree)
     run = parse_run(tree)
-    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
-        check_path(key, name)
+    _check_paths(run)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     is_check = command == "check"  # it reads no weights, and runs on the CPU
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
@@ -104,6 +103,11 @@ def prepare(
     for note in notes:
         say(note)
     return filled, plan
+
+
+def _check_paths(run: RunConfig) -> None:
+    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
+        check_path(key, name)
 
 
 def _planned(

@@ -24,5 +24,6 @@ def test_auto_does_not_begin_anew_over_damaged_checkpoints(tmp_path: Path, monke
     (older / "__0_0.distcp").write_text("[]")
     with pytest.raises(CheckpointError) as caught:
         saving.intact_checkpoint(run, tmp_path)
-    assert f"step-00000006: it has no {MANIFEST_FILE}; step-00000003: the content of its __0_0.distcp" in str(caught.value)
+    reasons = f"step-00000006: it has no {MANIFEST_FILE}; step-00000003: the content of its __0_0.distcp"
+    assert reasons in str(caught.value)
     assert "step-00000009" not in str(caught.value)
