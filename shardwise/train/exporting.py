@@ -79,7 +79,7 @@ def export_checkpoint(checkpoint: Path, out: Path, max_file_bytes: int | None = 
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(str(out), "is not empty", "Name a folder that is not there yet")
-    run = saved_state(checkpoint)["run"]
+    run = _saved_run(checkpoint)
     damage = damage_in(checkpoint)
     if damage:
         raise CheckpointError(str(checkpoint), f"is damaged: {damage}", "Export another one")
@@ -117,7 +117,7 @@ def verify_export(checkpoint: Path, out: Path) -> Comparison:
 
     Memory: the model in fp32, once.
     """
-    run = saved_state(checkpoint)["run"]
+    run = _saved_run(checkpoint)
     folder = _model_folder(checkpoint, run)
     stored = declared_dtype(folder)
     live: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -153,6 +153,13 @@ def _check_file_size(naming: Naming, max_file_bytes: int) -> None:
         raise ConfigError(f"--max-shard-size {max_file_bytes}B", rule, remedy)
 
 
+def _saved_run(checkpoint: Path) -> dict[str, Any]:
+    """The run that saved, with its model as a path that holds from anywhere."""
+    state = saved_state(checkpoint)
+    run: dict[str, Any] = state["run"]
+    return run | {"model": state.get("model_folder", run["model"])}
+
+
 def _model_folder(checkpoint: Path, run: Mapping[str, Any]) -> Path:
     """The model that was trained, or where it has gone what the checkpoint keeps of it."""
     folder = Path(run["model"])
@@ -162,6 +169,8 @@ def _model_folder(checkpoint: Path, run: Mapping[str, Any]) -> Path:
 def _naming(folder: Path, run: Mapping[str, Any], model: PreTrainedModel) -> Naming:
     """As the model's own files name the tensors; without them as transformers would."""
     if run.get("model_init") == "random" or not any(folder.glob("*.safetensors")):
+        if run.get("model_init") != "random":
+            say(f"no weights at {run['model']}: tensors are named as transformers does")
         return default_naming(model, declared_dtype(folder))
     return naming_of_folder(folder, model)
 

@@ -296,6 +296,7 @@ class Trainer:
             "train": replace(self.state, callbacks=self.callbacks.state_dict()).to_json(),
             "identity": asdict(parts.identity),
             "run": parts.run.model_dump(mode="json"),
+            "model_folder": str(Path(parts.run.model).absolute()),  # an export may be made from elsewhere
             "best": evaluated[1] if evaluated and is_new and parts.run.save.best != "no" else None,
         }
         self._keeper.begin(self.state.step, state)

@@ -10,7 +10,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from shardwise.checkpoint.listing import complete_checkpoints
+from shardwise.spec.run import RunConfig
 from shardwise.train import trainer as module
+from shardwise.train.identity import RunIdentity
 from shardwise.train.saving import TrainState
 from shardwise.train.trainer import Trainer
 from tests.checkpoint.fakes import fake_checkpoint
@@ -37,3 +39,13 @@ def test_a_branch_that_was_left_is_set_aside_before_the_step_is_told(
     trainer.__dict__ |= {"_compile_clock": None, "callbacks": SimpleNamespace(call=call), "_values": lambda *_: {}}
     trainer._step(MagicMock(rows=[]), first=10)
     assert seen == [("on_step_begin", ["step-00000010", "step-00000012"]), ("on_step_end", ["step-00000010"])]
+
+
+def test_a_checkpoint_names_its_model_for_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer, keeper = Trainer.__new__(Trainer), MagicMock()
+    parts = MagicMock(run=RunConfig(model="model"), identity=RunIdentity("h", "adamw", "d"))
+    trainer.__dict__ |= {"parts": parts, "_keeper": keeper, "state": TrainState(step=3), "_evaluated": None}
+    trainer.__dict__ |= {"callbacks": SimpleNamespace(call=MagicMock(), state_dict=dict)}
+    trainer.save()
+    assert keeper.begin.call_args.args[1]["model_folder"] == str(tmp_path / "model")
