@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER
@@ -27,6 +26,7 @@ from shardwise.checkpoint.listing import (
 )
 from shardwise.checkpoint.merge import Comparison, compare_logits, logits_of, probe
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
+from shardwise.checkpoint.reader import IndexReader
 from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import SlicedTensor, load_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
@@ -187,7 +187,7 @@ def _parameters(
     naming: Naming | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter whole, in fp32: from the checkpoint, and what was not trained from the model's folder."""
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = IndexReader(checkpoint).read_metadata().state_dict_metadata
     for names in _batches({name: shape for name, shape in shapes.items() if f"model.{name}" in saved}):
         values = {name: torch.empty(shapes[name]) for name in names}
         layouts = {name: ParamLayout(name, shapes[name]) for name in names}
