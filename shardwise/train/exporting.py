@@ -67,7 +67,9 @@ def find_checkpoint(source: Path) -> Path:
 def export_checkpoint(checkpoint: Path, out: Path, max_file_bytes: int | None = None) -> None:
     """Write the model of a checkpoint to ``out``; of a LoRA run its adapter.
 
-    Memory: a parameter, or :data:`_BATCH_BYTES` of smaller ones. Nothing in ``out`` runs code when it is loaded.
+    Memory: up to three times a parameter, or :data:`_BATCH_BYTES` of smaller ones.
+
+    Nothing in ``out`` runs code when it is loaded.
 
     Args:
         out: a folder that is not there yet, or empty.
