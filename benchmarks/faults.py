@@ -10,6 +10,7 @@ its publishing. At the end both jobs must have exported the same bits, and no ch
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -141,6 +142,19 @@ class Fate:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _around(fate: Fate, function: Any, part: str, before: str, after: str = "", inside: str = "") -> Any:
+    """``function`` with traps of these points before it, behind it and while it runs."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        fate.pass_by(part, before)
+        fate.pass_by(part, inside, _INSIDE_SECONDS)
+        result = function(*arguments, **options)
+        fate.pass_by(part, after)
+        return result
+
+    return call
+
+
 def train_and_die(context: WorkerContext) -> dict[str, Any]:
     """A worker of the job, with the traps of its next kill set."""
     from types import SimpleNamespace
@@ -168,15 +182,7 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
             fate.made = step
             fate.pass_by("step", "at its end")
 
-    def around(function: Any, part: str, before: str, after: str = "", inside: str = "") -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            fate.pass_by(part, before)
-            fate.pass_by(part, inside, _INSIDE_SECONDS)
-            result = function(*arguments, **options)
-            fate.pass_by(part, after)
-            return result
-
-        return call
+    around = functools.partial(_around, fate)
 
     def rmtree(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:  # it has lost its name, and not yet its files; what is swept passes by
