@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, read_manifest, saved_state, step_of
+from shardwise.checkpoint.listing import (
+    CHECKPOINTS,
+    UNFINISHED,
+    complete_checkpoints,
+    passed_over,
+    read_manifest,
+    saved_state,
+    step_of,
+)
 from shardwise.errors import CheckpointError
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -76,6 +84,21 @@ def _step_named(resume: str) -> int:
         return -1
 
 
+def refuse_damaged(run: RunConfig, notes: list[str]) -> None:
+    """Refuse to start where there is no whole checkpoint but damaged ones: from step 0 the metrics would be cut.
+
+    Args:
+        notes: a line for each folder that was passed over; saves that came to no end are no reason.
+
+    Raises:
+        CheckpointError: with those that are damaged, and why.
+    """
+    damaged = [note for note in notes if not note.endswith(UNFINISHED)]
+    if damaged:
+        remedy = "Name a checkpoint that can be read, or start anew with resume=no and overwrite=true"
+        raise CheckpointError(f"resume = {run.resume!r}", f"no checkpoint is whole ({'; '.join(damaged)})", remedy)
+
+
 def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
     """Refuse to go on from a checkpoint that is incomplete, or of another model, optimizer or kind of adapters.
 
@@ -86,6 +109,8 @@ def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
     """
     checkpoint = chosen_checkpoint(run, folder)
     if checkpoint is None:
+        if run.resume == "auto":
+            refuse_damaged(run, passed_over(folder, None))
         return
     saved: dict[str, str] = saved_state(checkpoint)["identity"]
     lora = f"r {run.lora.r}, alpha {run.lora.alpha:g}" if run.lora is not None else "none"

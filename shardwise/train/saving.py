@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import UNFINISHED, passed_over, saved_state
+from shardwise.checkpoint.listing import passed_over, saved_state
 from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import (
     SlicedTensor,
@@ -21,7 +21,7 @@ from shardwise.models.lora import Adapters
 from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.run import RunConfig
-from shardwise.train.identity import RunIdentity, resumable
+from shardwise.train.identity import RunIdentity, refuse_damaged, resumable
 from shardwise.train.optim import Optimizer
 
 
@@ -97,10 +97,8 @@ def intact_checkpoint(run: RunConfig, folder: Path) -> tuple[Path | None, list[s
         checkpoint = None
     if run.resume == "auto":
         notes = sorted([*notes, *from_rank_0(lambda: passed_over(folder, checkpoint))], reverse=True)
-    damaged = [note for note in notes if not note.endswith(UNFINISHED)]
-    if checkpoint is None and damaged:
-        remedy = "Name a checkpoint that can be read, or start anew with resume=no and overwrite=true"
-        raise CheckpointError(f"resume = {run.resume!r}", f"no checkpoint is whole ({'; '.join(damaged)})", remedy)
+        if checkpoint is None:
+            refuse_damaged(run, notes)
     return checkpoint, notes
 
 

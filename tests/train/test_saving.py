@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -10,6 +11,7 @@ from shardwise.checkpoint.listing import MANIFEST_FILE
 from shardwise.errors import CheckpointError
 from shardwise.spec.run import RunConfig
 from shardwise.train import saving
+from shardwise.train.identity import check_resume
 from tests.checkpoint.fakes import fake_checkpoint
 
 
@@ -24,6 +26,10 @@ def test_auto_does_not_begin_anew_over_damaged_checkpoints(tmp_path: Path, monke
     (older / "__0_0.distcp").write_text("[]")
     with pytest.raises(CheckpointError) as caught:
         saving.intact_checkpoint(run, tmp_path)
+    assert "step-00000009" not in str(caught.value)
     reasons = f"step-00000006: it has no {MANIFEST_FILE}; step-00000003: the content of its __0_0.distcp"
     assert reasons in str(caught.value)
-    assert "step-00000009" not in str(caught.value)
+    check_resume(run, MagicMock(), tmp_path / "none")
+    (older / MANIFEST_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole \(step-00000006: .*; step-00000003: it has no"):
+        check_resume(run, MagicMock(), tmp_path)  # before a worker is started
