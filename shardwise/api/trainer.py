@@ -226,6 +226,8 @@ def to_be_planned(tree: dict[str, Any], said: Mapping[str, Any]) -> dict[str, An
         return tree
     ranks = math.prod(strategy.get(name) or 1 for name in ("pp", "tp"))
     accumulation = train.pop("gradient_accumulation_steps", None)
+    if accumulation is not None and "micro_batch_size" not in strategy:
+        return tree  # refused where the batch is checked
     if accumulation is not None and devices % ranks == 0:
         train["global_batch_size"] = strategy["micro_batch_size"] * accumulation * (devices // ranks)
         if "micro_batch_size" not in said.get("strategy", {}):

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
 from shardwise.launch.planning import (
     device_type,
     find_cluster,
     fixed_fields,
     folder_costs,
-    sequence_of,
+    refuse_accumulation,
     trained,
     work_of,
 )
+from shardwise.launch.row_length import row_tokens
 from shardwise.log import say
 from shardwise.planner.explain import describe, why
 from shardwise.planner.host import on_cluster
@@ -45,13 +46,13 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
     """The run with its whole strategy given: its own fields stay, the others are those of the fastest plan that fits.
 
     A run whose cluster is ``auto`` or not named uses all of its processes, and its machine is measured where it has
-    not been. Where no split is legal a run that names none comes back as it is, for the rule of missing degrees to say
-    why; so does one that gives its plan as a file.
+    not been. A run that names none comes back as it is where no split is legal, for the rule of missing degrees to say
+    why, and where the machine cannot be measured or the model not be traced; so does one that gives its plan as a file.
 
     Raises:
         ConfigError: the profile is of devices of another type.
         PlanError: nothing fits.
-        LaunchError: this machine could not be measured.
+        LaunchError: this machine could not be measured, and the run asks for that by ``cluster: auto``.
     """
     if run.strategy.plan is not None:
         return PlannedRun(run)
@@ -61,8 +62,14 @@ def with_planned(run: RunConfig, model: ModelSpec, folder: Path, device: DeviceT
         if device != "cpu" or run.nnodes > 1:
             say("cluster = auto: only CPU processes of one machine are measured; missing degrees are data parallel")
             return PlannedRun(run)
-    cluster = measured_cluster(devices, os.environ) if _is_here(run) else _named_cluster(run, device)
-    job = _job(run, model, folder, cluster, devices)
+    try:
+        cluster = measured_cluster(devices, os.environ) if _is_here(run) else _named_cluster(run, device)
+        job = _job(run, model, folder, cluster, devices)
+    except ShardwiseError as error:
+        if run.cluster is not None:
+            raise
+        say(f"not planned ({error}); missing degrees are data parallel")
+        return PlannedRun(run)
     try:
         found = search(job, top=2, only_runnable=True)
     except PlanError as error:
@@ -88,26 +95,11 @@ def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
     return cluster
 
 
-def refuse_accumulation(run: RunConfig) -> None:
-    """Refuse a batch that would depend on the plan that is looked for.
-
-    Raises:
-        ConfigError: it is given as accumulation steps.
-    """
-    steps = run.train.gradient_accumulation_steps
-    if steps is not None:
-        raise ConfigError(
-            f"train.gradient_accumulation_steps = {steps} with cluster = {run.cluster!r}",
-            "the batch would depend on the plan that is looked for",
-            "Give train.global_batch_size, or leave cluster out",
-        )
-
-
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
     train, here = run.train, _is_here(run)
     costs = trained(run, folder_costs(folder, model, os.environ))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
-    work = on_cluster(work_of(sequence_of(run, model), precision, train), cluster)
+    work = on_cluster(work_of(row_tokens(run, model.max_position_embeddings), precision, train), cluster)
     rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     if here and train.global_batch_size is None:  # as the rule for missing degrees has it: every data rank gets a row
         rows = -(-rows // devices) * devices
@@ -130,7 +122,8 @@ def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
     """The run as the first plan has it, which is told with its reasons."""
     first = found.plans[0]
     say(f"planned: {describe(first.candidate)} on {first.candidate.devices} devices ({job.cluster.name})")
-    say(f"predicted: {first.step_seconds:.3g} s a step, {format_bytes(first.estimate.memory_bytes)} a device")
+    memory = format_bytes(first.estimate.memory_bytes)
+    say(f"predicted: {first.step_seconds:.3g} s a step of rows of {job.work.sequence} tokens, {memory} a device")
     for sentence in why(job, found):
         say(f"why: {sentence}")
     groups = run.strategy.gradient_aggregation_group

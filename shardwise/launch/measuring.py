@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, LaunchError
+from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch.agent import launch, threads_of
 from shardwise.launch.machine import available_cores, cpu_name, free_memory_bytes
 from shardwise.log import say
@@ -42,7 +42,10 @@ def measure(processes: int, level: str, device_type: DeviceType = "cpu") -> Samp
     Raises:
         LaunchError: a process failed; its log is named on the terminal.
     """
-    folder = Path(tempfile.mkdtemp(prefix="shardwise-measure-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="shardwise-measure-"))
+    except OSError as error:
+        raise LaunchError("shardwise measure", f"has no folder to work in ({error})", "Set TMPDIR") from None
     code = -1
     try:
         memory = memory_share(processes)
@@ -61,15 +64,17 @@ def measure(processes: int, level: str, device_type: DeviceType = "cpu") -> Samp
 
 def memory_share(processes: int) -> float:
     """Bytes of the machine's free memory for each of ``processes`` that share it."""
-    return (free_memory_bytes() or _UNKNOWN_MEMORY) / processes
+    free = free_memory_bytes()
+    return max(1.0, _UNKNOWN_MEMORY if free is None else free) / processes
 
 
 def keep(samples: Samples, environ: Mapping[str, str]) -> Path | None:
-    """Keep a measurement in the user's cache; its file, or None for a user without a home."""
+    """Keep a measurement in the user's cache; its file, or None where nothing can be kept."""
     path = _path(samples.processes, samples.level, samples.device_type, environ)
-    if path is not None:
-        write_whole(path, json.dumps(samples.to_json(), indent=1))
-    return path
+    if path is None:
+        return None
+    write_whole(path, json.dumps(samples.to_json(), indent=1))
+    return path if path.exists() else None
 
 
 def known(processes: int, environ: Mapping[str, str], device_type: str = "cpu") -> Samples | None:
@@ -96,7 +101,8 @@ def measured_cluster(processes: int, environ: Mapping[str, str]) -> ClusterSpec:
     if samples is None:
         say(f"measuring this machine with {processes} processes, once (a few seconds)")
         samples = _measured_in_child(processes, environ)
-        keep(samples, environ)
+        if keep(samples, environ) is not None:
+            say(f"kept; `shardwise measure --devices {processes}` measures in full, or anew")
     return ClusterSpec.from_json(profile_of(samples, profile_name(samples)))
 
 
@@ -120,7 +126,7 @@ def measured_here(processes: int | None, level: str, environ: Mapping[str, str],
     say(f"measuring with {number} processes at once, {'about half a minute' if level == 'full' else 'a few seconds'}")
     samples = measure(number, level)
     path = keep(samples, environ)
-    say(f"kept as {path}" if path else "not kept: this user has no home folder")
+    say(f"kept as {path}" if path else "not kept: there is no cache folder that can be written to")
     return samples
 
 
@@ -150,12 +156,17 @@ def _measured_in_child(processes: int, environ: Mapping[str, str]) -> Samples:
     command = [sys.executable, "-m", "shardwise.launch.measuring", str(processes), "quick"]
     try:
         done = subprocess.run(command, env=own, capture_output=True, timeout=_SECONDS, check=False)
-        return Samples.from_json(json.loads(done.stdout))
+        answer = json.loads(done.stdout)
+        if "refused" not in answer:
+            return Samples.from_json(answer)
+        rule = answer["refused"]
     except subprocess.TimeoutExpired:
         rule = f"did not end within {_SECONDS} s"
     except (ValueError, KeyError, TypeError):
-        last = next(iter(done.stderr.decode(errors="replace").strip().splitlines()[-1:]), "")
-        rule = f"ended with status {done.returncode} ({last})"
+        rule = f"ended with status {done.returncode}"
+    else:
+        # What the launcher said of it: the rank, its error and its log.
+        rule += f" ({' '.join(done.stderr.decode(errors='replace').split())[-300:]})"
     raise LaunchError(" ".join(command[1:]), rule, "Give a strategy, or run `shardwise measure` to see why")
 
 
@@ -169,5 +180,15 @@ def _path(processes: int, level: str, device_type: str, environ: Mapping[str, st
     return folder.parent / "machine" / f"{device_type}-{processes}-{level}-{digest}.json"
 
 
+def _main(processes: int, level: str) -> int:
+    """The child: its answer, or what it could not do, as JSON."""
+    try:
+        answer, code = measure(processes, level).to_json(), 0
+    except ShardwiseError as error:
+        answer, code = {"refused": error.rule}, error.exit_code
+    print(json.dumps(answer), flush=True)
+    return code
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), sys.argv[2]).to_json()), flush=True)
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2]))

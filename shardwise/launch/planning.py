@@ -50,6 +50,7 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
         )
     if run.devices is None:
         raise ConfigError("--devices", "missing: a plan is for a number of devices", "Give --devices 8")
+    refuse_accumulation(run)
     model, costs = _described(run, environ)
     here = run.cluster == AUTO
     cluster = measured_cluster(run.devices, environ) if here else find_cluster(run.cluster)
@@ -107,6 +108,21 @@ def find_cluster(name: str) -> ClusterSpec:
     if not isinstance(data, dict):
         raise ConfigError(f"cluster = {name!r}", "holds no profile", "Give a profile's name or file")
     return ClusterSpec.from_json(data)
+
+
+def refuse_accumulation(run: RunConfig) -> None:
+    """Refuse a batch that would depend on the plan that is looked for.
+
+    Raises:
+        ConfigError: it is given as accumulation steps.
+    """
+    steps = run.train.gradient_accumulation_steps
+    if steps is not None:
+        raise ConfigError(
+            f"train.gradient_accumulation_steps = {steps} with cluster = {run.cluster!r}",
+            "the batch would depend on the plan that is looked for",
+            "Give train.global_batch_size, or leave cluster out",
+        )
 
 
 def sequence_of(run: RunConfig, model: ModelSpec) -> int:

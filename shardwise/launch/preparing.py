@@ -42,7 +42,7 @@ def prepare_data(tree: dict[str, Any]) -> tuple[RunConfig, Plan]:
     Raises:
         ConfigError, PlanError: what could not be trained.
     """
-    run, plan = prepare(tree, command="check")
+    run, plan = prepare(tree, command="check", searches=False)
     check_data(run)
     return run, plan
 

@@ -51,12 +51,18 @@ _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
 def prepare(
-    tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = (), own_output: bool = False
+    tree: dict[str, Any],
+    *,
+    command: str = "train",
+    in_memory: Collection[str] = (),
+    searches: bool = True,
+    own_output: bool = False,
 ) -> tuple[RunConfig, Plan]:
     """The resolved run and its plan; ``command`` other than ``train`` needs no data and no output folder.
 
-    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files. With ``own_output`` what lies
-    in the output folder is this run's, which is at work in it.
+    ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files. Without ``searches`` missing
+    degrees are data parallel, also where a run would plan them: for a look at what no plan changes. With ``own_output``
+    what lies in the output folder is this run's, which is at work in it.
 
     The environment's SHARDWISE_DEVICE wins over ``device``; SHARDWISE_MODELS_DIR stands in for a
     missing ``models_dir``. In the run that comes back every default is filled in and ``model`` is the
@@ -83,7 +89,7 @@ def prepare(
     if command in ("train", "script"):
         check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
-    run, predicted = _planned(run, model, folder, device, local * nodes.count)
+    run, predicted = _planned(run, model, folder, device, local * nodes.count) if searches else (run, None)
     strategy, rows = resolve(run, model, local * nodes.count)
     if run.train.compile and not is_check:
         check_compiler(device)

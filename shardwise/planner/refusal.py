@@ -32,9 +32,11 @@ def no_plan(job: Job, sweep: Sweep) -> PlanError:
         return PlanError(value, f"{NOTHING_LEGAL} ({rules})", _freed(job))
     has = format_bytes(job.limit_bytes)
     rule = f"the smallest need of any split is {format_bytes(need)} a device, and {has} of it can be filled"
-    changes = [change for change in (_freed(job), _smaller(job), _more_devices(job)) if change]
-    devices = f"Or take devices of {format_bytes(need / USABLE_MEMORY)}"
-    return PlanError(value, rule, ". ".join([*changes, devices]))
+    if job.cluster.device_type == "cpu":  # more processes share the same memory
+        more = [f"Or free memory of the machine: {format_bytes(need / USABLE_MEMORY * job.devices)} in all"]
+    else:
+        more = [_more_devices(job), f"Or take devices of {format_bytes(need / USABLE_MEMORY)}"]
+    return PlanError(value, rule, ". ".join(change for change in (_freed(job), _smaller(job), *more) if change))
 
 
 def _freed(job: Job) -> str:
@@ -80,10 +82,14 @@ def _first(jobs: Iterable[Job]) -> Job | None:
 
 
 def fitting(job: Job) -> Candidate | None:
-    """A candidate that fits, of those with the least need, on more than half of the devices; None if none does."""
+    """A candidate that fits, of those with the least need; None if none does.
+
+    It uses more than half of the devices, all of them where the job does.
+    """
+    least = job.devices - 1 if job.all_devices else job.devices // 2
     try:
         sweep = Sweep(job, only_runnable=False)
-        sweep.run(enumerate_space(job, job.devices // 2, job.devices))
+        sweep.run(enumerate_space(job, least, job.devices))
     except PlanError:
         return None
     columns = sweep.pool.columns

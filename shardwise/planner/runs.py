@@ -119,7 +119,7 @@ def read_run(row: Row) -> Run:
         cluster=cluster,
         layout=layout,
         work=replace(software.work(_count(row, "seq_len"), precision), counted=_counted(row.get("mem_kind", ""))),
-        seconds=_number(row, "step_s_norm") or _number(row, "step_seconds"),
+        seconds=_measured(row, "step_s_norm") or _measured(row, "step_seconds"),
         memory_bytes=_memory(row),
         memory_kind=row.get("mem_kind", ""),
     )
@@ -311,7 +311,7 @@ def _counted(kind: str) -> Literal["tensors", "first step", "allocator", "device
 
 
 def _memory(row: Row) -> float | None:
-    gib = _number(row, "peak_mem_gib")
+    gib = _measured(row, "peak_mem_gib")
     return gib * 2**30 if gib else None
 
 
@@ -335,6 +335,18 @@ def _number(row: Row, name: str) -> float | None:
         number = nan
     if number is not None and not isfinite(number):
         raise SkippedRow(f"{name} = {text!r} is no number")
+    return number
+
+
+def _measured(row: Row, name: str) -> float | None:
+    """A measured value; None where there is none.
+
+    Raises:
+        SkippedRow: it is not above 0, as tables have it for a run that failed.
+    """
+    number = _number(row, name)
+    if number is not None and number <= 0:
+        raise SkippedRow(f"{name} = {number:g} is not above 0")
     return number
 
 

@@ -237,14 +237,17 @@ def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held:
         beside = (blocks * (rates.forward + rates.backward + rates.again) + rest) / pp
         sums = exposed(sent, beside, work.overlap_data) + exposed(gathered, beside, work.overlap_data)
     everything, number = blocks * (forward + backward) + rest, rows["number"]
-    mean = number * everything / pp + sums + optimizer_seconds(held, layout, work, cluster)
+    mean = number * everything / pp
+    if cluster.chip.shared <= 1:  # else the rank that ends last need not have the most traffic
+        mean = mean + sums + optimizer_seconds(held, layout, work, cluster)
     # With whole backward passes all of it, in halves only what a forward pass takes of a block.
     first = rates.forward_share if layout.zero != 3 else np.full(len(pp), 1e-9)
     share = np.where(rows["halves"] > 0, np.maximum(first, 1e-9), 1.0)
     of = np.where(rows["halves"] > 0, blocks * (forward + backward), everything)
     filled = share * of / -np.expm1(pp * np.log1p(-share / np.maximum(number, 1 + 1e-9)))
     apart = number * everything / pp + (pp - 1) / 2 * (rates.forward + rates.backward)
-    return np.maximum(mean, np.where(rows["v"] > 1, apart, filled))
+    # Where processes share a core, one that waits leaves it to the others.
+    return np.maximum(mean, np.where(rows["v"] > 1, apart, filled) / max(1.0, cluster.chip.shared))
 
 
 def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:

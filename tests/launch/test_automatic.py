@@ -13,8 +13,9 @@ import pytest
 from shardwise.api.session import _agree
 from shardwise.check.costing import model_costs
 from shardwise.config import apply_overrides, load_yaml
-from shardwise.errors import ConfigError, PlanError
-from shardwise.launch import describing
+from shardwise.errors import ConfigError, LaunchError, PlanError
+from shardwise.launch import automatic, describing
+from shardwise.launch.preparing import prepare_data
 from shardwise.launch.resolve import prepare
 from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.filled import without_stale
@@ -88,6 +89,26 @@ def test_what_cannot_be_planned_is_refused(root: Path) -> None:
         planned(root, "devices=3", "tp=3")
     with pytest.raises(ConfigError, match="the batch would depend on the plan"):
         planned(root, "train.gradient_accumulation_steps=2", "micro_batch_size=1")
+
+
+def test_what_fails_while_planning_does_not_keep_a_run_from_data_parallel(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise LaunchError("measuring", "ended with status 3")
+
+    monkeypatch.setattr(automatic, "measured_cluster", fails)
+    _, plan = planned(root, "cluster=null", "devices=4")
+    assert (plan.strategy.dp_shard, plan.predicted) == (4, None)
+    assert "not planned (measuring: ended with status 3)" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match="ended with status 3"):
+        planned(root, "cluster=auto", "devices=4")
+
+
+def test_a_look_at_rows_plans_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "measured_cluster", lambda *_: pytest.fail("it measures"))
+    tree = {"model": str(root / "tiny"), "data": {"train": str(root / "rows.jsonl")}, "devices": 4, "device": "cpu"}
+    assert prepare_data(tree)[1].strategy.dp_shard == 4
 
 
 def test_processes_that_are_there_already_are_as_many_as_the_plan_has_devices(root: Path) -> None:

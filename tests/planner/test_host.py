@@ -15,8 +15,12 @@ from shardwise.measure.profile import profile_of
 from shardwise.planner.cost import estimate
 from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
 from shardwise.planner.job import Candidate, Job
+from shardwise.planner.refine import refine
+from shardwise.planner.screen import groups_of, judge
 from shardwise.planner.search import search
 from shardwise.planner.shape import Shape, model_costs
+from shardwise.planner.space import enumerate_space
+from shardwise.planner.sweep import candidate_of
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.run import TrainConfig
 from tests.measure.made_samples import made_samples
@@ -59,6 +63,17 @@ def test_the_search_finds_the_fastest_of_all_legal_plans(cores: int, vocab: int,
     best = legal_plans(wanted)[0]
     assert found.candidate.devices == 4
     assert found.step_seconds <= best.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_bounds_hold_where_processes_share_cores(cores: int) -> None:
+    wanted = job(cores)
+    for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
+        columns = judge(wanted, group, group.columns)[0].columns
+        for index in range(len(columns["tp"])):
+            plan, _ = refine(wanted, candidate_of(wanted, columns, index))
+            if plan is not None:
+                assert plan.step_seconds >= columns["bound"][index] * (1 - 1e-9)
 
 
 def test_memory_counts_what_a_process_has_above_its_imports() -> None:

@@ -105,9 +105,14 @@ def test_peak_memory(found: dict[str, Any]) -> None:
     assert memory["share_15_low"] <= 0.08
 
 
-@pytest.mark.xfail(strict=True, reason="8 of 100 rows: three first steps on Ascend hold what no formula knows of")
-def test_peak_memory_is_seldom_far_too_low(found: dict[str, Any]) -> None:
-    assert found["memory"]["share_15_low"] <= 0.05
+def test_peak_memory_of_rows_that_were_not_fitted(check: dict[str, Any]) -> None:
+    assert check["memory"]["rows"] > 50
+    assert check["memory"]["mean_absolute"] < 0.12
+
+
+@pytest.mark.xfail(strict=True, reason="6 of 57 rows: first steps on Ascend hold what no formula knows of")
+def test_peak_memory_is_seldom_far_too_low(check: dict[str, Any]) -> None:
+    assert check["memory"]["share_15_low"] <= 0.05
 
 
 def test_peak_memory_of_each_kind_of_figure(found: dict[str, Any]) -> None:
@@ -117,9 +122,11 @@ def test_peak_memory_of_each_kind_of_figure(found: dict[str, Any]) -> None:
     assert worse == {}
 
 
-def test_the_fastest_comes_first(found: dict[str, Any]) -> None:
+def test_the_fastest_comes_first(found: dict[str, Any], check: dict[str, Any]) -> None:
     assert found["ranking"]["groups"] >= 50
     assert found["ranking"]["mean_loss"] < 0.03
+    assert check["ranking"]["groups"] >= 10
+    assert check["ranking"]["mean_loss"] < 0.03
 
 
 def test_each_part_of_the_model_is_worth_something() -> None:
