@@ -10,10 +10,12 @@ its publishing. At the end both jobs must have exported the same bits, and no ch
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -66,6 +68,10 @@ class Outcome:
     damaged: int
     equal: bool
 
+    def holds(self, number: int) -> bool:
+        """Whether as many ranks were killed as planned, each kill cost one restart, and nothing came to harm."""
+        return sum(self.kills.values()) == self.restarts == number and self.equal and not self.damaged
+
     def lines(self) -> list[str]:
         parts = ", ".join(f"{count} in {part}" for part, count in self.kills.items())
         return [
@@ -105,7 +111,7 @@ class Fate:
         done = self._folder / _DONE
         number = len(done.read_text(encoding="utf-8").splitlines()) if done.exists() else 0
         self.kill = kills[number] if number < len(kills) else None
-        self.step = 0
+        self.step = self.made = 0  # the step that was begun last, the steps that are done
 
     def is_at(self, part: str, point: str) -> bool:
         """Whether this is where the rank dies."""
@@ -128,12 +134,25 @@ class Fate:
 
         assert self.kill is not None
         saved = [step_of(path) for path in complete_checkpoints(self._folder / CHECKPOINTS)]
-        note = asdict(self.kill) | {"at_step": self.step, "saved": saved[-1] if saved else 0}
+        note = asdict(self.kill) | {"made": self.made, "saved": saved[-1] if saved else 0}
         with (self._folder / _DONE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _around(fate: Fate, function: Any, part: str, before: str, after: str = "", inside: str = "") -> Any:
+    """``function`` with traps of these points before it, behind it and while it runs."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        fate.pass_by(part, before)
+        fate.pass_by(part, inside, _INSIDE_SECONDS)
+        result = function(*arguments, **options)
+        fate.pass_by(part, after)
+        return result
+
+    return call
 
 
 def train_and_die(context: WorkerContext) -> dict[str, Any]:
@@ -142,7 +161,7 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
     from unittest.mock import patch
 
     from shardwise.checkpoint import save_job, shelf
-    from shardwise.train import keeping, worker
+    from shardwise.train import worker
     from shardwise.train.callbacks import Callback, RunInfo
 
     fate = Fate(context)
@@ -151,7 +170,7 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
         may_stop = False
 
         def on_train_begin(self, info: RunInfo) -> None:
-            fate.step = info.first_step
+            fate.step = fate.made = info.first_step
             fate.pass_by("start-up", "before the first step")
 
         def on_step_begin(self, step: int) -> None:
@@ -160,17 +179,15 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
             fate.pass_by("step", "inside it", _INSIDE_SECONDS)
 
         def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+            fate.made = step
             fate.pass_by("step", "at its end")
 
-    def around(function: Any, part: str, before: str, after: str = "", inside: str = "") -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            fate.pass_by(part, before)
-            fate.pass_by(part, inside, _INSIDE_SECONDS)
-            result = function(*arguments, **options)
-            fate.pass_by(part, after)
-            return result
+    around = functools.partial(_around, fate)
 
-        return call
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:  # it has lost its name, and not yet its files; what is swept passes by
+            fate.pass_by("publish", "in the rotation")
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
     job = save_job.SaveJob
     traps = [
@@ -186,7 +203,7 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
         patch.object(job, "_give_name", around(job._give_name, "publish", "before the lists", "after the name")),
         patch.object(save_job, "_sync_folder", around(save_job._sync_folder, "publish", "before the name")),
         patch.object(shelf, "os", SimpleNamespace(replace=around(os.replace, "publish", "between the links"))),
-        patch.object(keeping, "rotate", around(keeping.rotate, "publish", "in the rotation")),
+        patch.object(shelf, "shutil", SimpleNamespace(rmtree=rmtree, disk_usage=shutil.disk_usage)),
     ]
     for trap in traps:
         trap.start()
@@ -244,22 +261,31 @@ def run_job(output: Path, timeout: float) -> str:
 
 def judge(output: Path, alone: Path, said: str, steps: int) -> Outcome:
     """What came of a job with kills, against the one without."""
-    from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, read_manifest, record_of
+    from shardwise.checkpoint.listing import (
+        CHECKPOINTS,
+        UNFINISHED,
+        complete_checkpoints,
+        fault_in,
+        read_manifest,
+        record_of,
+    )
 
     notes = [json.loads(line) for line in (output / _DONE).read_text(encoding="utf-8").splitlines()]
     counts = dict.fromkeys(POINTS, 0)
     for note in notes:
         counts[note["part"]] += 1
-    lost = [max(0, note["at_step"] - note["saved"]) for note in notes]
+    lost = [max(0, note["made"] - note["saved"]) for note in notes]
     damaged = sum(
-        record_of(path / name) != record
+        any(record_of(path / name) != record for name, record in read_manifest(path)[1].items())
         for path in complete_checkpoints(output / CHECKPOINTS)
-        for name, record in read_manifest(path)[1].items()
     )
+    damaged += sum(bool(fault_in(path)) for path in (output / CHECKPOINTS).glob("step-*"))
+    damaged += sum(not line.endswith(UNFINISHED) for line in re.findall(r"passed over step-.*", said))
     back = [float(text) for text in re.findall(r"is made, ([\d.]+) s after the failure", said)]
-    equal = all(
-        (output / "export" / path.name).read_bytes() == path.read_bytes() for path in (alone / "export").glob("*.safe*")
-    )
+    exports = [
+        {path.name: path.read_bytes() for path in (folder / "export").glob("*.safetensors")}
+        for folder in (alone, output)
+    ]
     return Outcome(
         kills=counts,
         restarts=len(re.findall(r"; restart \d+ of", said)),
@@ -267,7 +293,7 @@ def judge(output: Path, alone: Path, said: str, steps: int) -> Outcome:
         steps_lost=statistics.mean(lost) if lost else 0.0,
         restart_seconds=statistics.median(back) if back else 0.0,
         damaged=damaged,
-        equal=equal,
+        equal=bool(exports[0]) and exports[0] == exports[1],
     )
 
 
@@ -295,7 +321,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
         found = compare(Path(folder), options.kills, steps, 60.0 + 60.0 * options.kills, options.background)
     print("\n".join(found.lines()))
-    sys.exit(0 if found.equal and not found.damaged else 1)
+    sys.exit(0 if found.holds(options.kills) else 1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ STATE_FILE, INDEX_FILE, MANIFEST_FILE = "state.json", ".metadata", "files.json"
 PIN_FILE = "pinned"  # put into a checkpoint by its user: rotation leaves it
 LATEST, BEST = "LATEST", "BEST"  # links to the newest checkpoint and to the best
 SUPERSEDED = "superseded"
+UNFINISHED = "its save came to no end"
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK_BYTES = 2**20
 _DRAFT = re.compile(r"\.(step-\d{8,})\.draft")
@@ -111,7 +112,7 @@ def passed_over(folder: Path, chosen: Path | None) -> list[str]:
     for path in folder.glob(".step-*.draft"):
         match = _DRAFT.fullmatch(path.name)
         if match:
-            notes.append((int(match[1].removeprefix("step-")), f"{match[1]}: its save came to no end"))
+            notes.append((int(match[1].removeprefix("step-")), f"{match[1]}: {UNFINISHED}"))
     return [note for step, note in sorted(notes, reverse=True) if step > limit]
 
 

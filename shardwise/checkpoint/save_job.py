@@ -39,6 +39,7 @@ from shardwise.checkpoint.shelf import set_aside, sweep
 from shardwise.checkpoint.store import SlicedTensor, snapshot
 from shardwise.errors import SaveError
 
+_COPY_AHEAD_BYTES = 10**7  # from a device, while others are written; DCP's own default
 _NICE = 10  # of a thread that writes while steps are made
 
 
@@ -83,7 +84,10 @@ class SaveJob:
         self._thread: threading.Thread | None = None
         _agree(self._open() if dist.get_rank() == 0 else None)
         tensors = snapshot(content.tensors) if background else dict(content.tensors)
-        self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(self._draft)
+        # A copy lies on the host: to ask for a stream, in a thread of its own, would open a context on device 0.
+        ahead = 0 if background else _COPY_AHEAD_BYTES
+        self._planner = DefaultSavePlanner()
+        self._writer = FileSystemWriter(self._draft, per_thread_copy_ahead=ahead)
         self._plan, self._metadata = _make_plan(self._planner, self._writer, tensors)
         if content.write_more is not None:
             content.write_more(self._draft)
@@ -170,8 +174,11 @@ class SaveJob:
                 raise OSError(f"{stored.relative_path} is shorter than what was written to it")
         for path in self._draft.rglob("*"):
             name = str(path.relative_to(self._draft))
-            if path.is_file() and name not in records:
+            if path.is_dir():
+                _sync_folder(path)
+            elif name not in records:  # those that are have been synced by DCP
                 records[name] = record_of(path)
+                _sync_file(path)
         _write_durably(self._draft / MANIFEST_FILE, manifest_text(self._content.step, records))
         _sync_folder(self._draft)
         if self.final.exists():  # one that was passed over, as damaged
@@ -241,6 +248,12 @@ def _write_durably(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    """Have the system keep what others have written: a name must not outlive its content."""
+    with path.open("r+b") as file:
         os.fsync(file.fileno())
 
 

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from shardwise.checkpoint.reader import IndexReader
 from shardwise.errors import CheckpointError
 from shardwise.spec.layout import ParamLayout, Piece
 
@@ -97,9 +98,9 @@ def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor], *, al
         alone: one process reads, without a process group.
 
     Raises:
-        CheckpointError: a tensor that the checkpoint lacks or has with another shape.
+        CheckpointError: a tensor that the checkpoint lacks or has with another shape, or an index that would run code.
     """
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = IndexReader(checkpoint).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         if name not in saved:
             raise CheckpointError(str(checkpoint), f"it holds no {name}", "Resume with the same model and optimizer")
@@ -109,4 +110,4 @@ def load_checkpoint(checkpoint: Path, tensors: Mapping[str, SlicedTensor], *, al
     with warnings.catch_warnings():
         if alone:  # that it is, torch thinks worth a warning
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=alone)
+        dcp.load(dict(tensors), storage_reader=IndexReader(checkpoint), no_dist=alone)

@@ -148,8 +148,9 @@ def _launch(work: Work, env: dict[str, str]) -> Outcome:
     num_local = local_processes(work.devices, work.nodes)
 
     def attempt(work: Work, restart: Restart | None) -> Outcome:
-        forget(work.start)
-        return _run(work, local_processes(work.devices, work.nodes), listener, restart)
+        num_local = local_processes(work.devices, work.nodes)
+        forget(work.start, _ranks_here(work, num_local))
+        return _run(work, num_local, listener, restart)
 
     _prepare(work)
     with ExitStack() as stack:
@@ -159,8 +160,13 @@ def _launch(work: Work, env: dict[str, str]) -> Outcome:
         try:
             return run_with_restarts(work, attempt, lambda: listener.signal_name is not None)
         finally:
-            forget(work.start)
+            forget(work.start, _ranks_here(work, num_local))
             remove_cache(work.folder)  # a run that failed has left its compiled code
+
+
+def _ranks_here(work: Work, num_local: int) -> range:
+    """The ranks of this machine's workers; those of other machines may be at work in the same folder."""
+    return range(work.nodes.rank * num_local, (work.nodes.rank + 1) * num_local)
 
 
 def _tell(work: Work, outcome: Outcome) -> int:

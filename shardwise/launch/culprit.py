@@ -31,7 +31,8 @@ _CONNECTION_WORDS = (
 )
 _COMMUNICATION_TYPES = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError")
 _TIMEOUT_WORDS = ("timed out", "timeout")
-_REPEATING = ("NonFiniteLossError",)  # errors that the same rows and weights give again
+# Errors that another attempt gives again: the same rows and weights do, and a disk that takes no checkpoint.
+_REPEATING = ("NonFiniteLossError", "SaveError")
 _MAX_MESSAGE, _MAX_SHOWN = 2000, 120
 
 
@@ -65,7 +66,7 @@ class Culprit:
     Attributes:
         rank: None if no rank is known to have failed.
         refused: the job was refused in good order: the message stands for itself.
-        may_pass: another attempt may go well: neither a refusal nor what the same rows and weights give again.
+        may_pass: another attempt may go well: neither a refusal nor what another attempt gives again.
     """
 
     rank: int | None
@@ -206,7 +207,8 @@ def _told(error: WorkerError, hint: str = "") -> Culprit:
         return Culprit(error.rank, told, error.exit_code, may_pass=False)
     if error.refused:
         refused = error.exit_code == ShardwiseError.exit_code
-        return Culprit(error.rank, error.message, error.exit_code, refused, may_pass=not refused)
+        may_pass = not refused and error.type not in _REPEATING
+        return Culprit(error.rank, error.message, error.exit_code, refused, may_pass)
     text = error.message.strip()
     text = text[:_MAX_MESSAGE] + " ..." if len(text) > _MAX_MESSAGE else text
     kind = f"{error.type}: {text}" if text else error.type

@@ -51,12 +51,18 @@ _OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
 def prepare(
-    tree: dict[str, Any], *, command: str = "train", in_memory: Collection[str] = (), searches: bool = True
+    tree: dict[str, Any],
+    *,
+    command: str = "train",
+    in_memory: Collection[str] = (),
+    searches: bool = True,
+    own_output: bool = False,
 ) -> tuple[RunConfig, Plan]:
     """The resolved run and its plan; ``command`` other than ``train`` needs no data and no output folder.
 
     ``in_memory`` are names in ``data.train`` and ``data.eval`` that stand for no files. Without ``searches`` missing
-    degrees are data parallel, also where a run would plan them: for a look at what no plan changes.
+    degrees are data parallel, also where a run would plan them: for a look at what no plan changes. With ``own_output``
+    what lies in the output folder is this run's, which is at work in it.
 
     The environment's SHARDWISE_DEVICE wins over ``device``; SHARDWISE_MODELS_DIR stands in for a
     missing ``models_dir``. In the run that comes back every default is filled in and ``model`` is the
@@ -67,8 +73,7 @@ def prepare(
     """
     tree, notes = translate(tree)
     run = parse_run(tree)
-    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
-        check_path(key, name)
+    _check_paths(run)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     is_check = command == "check"  # it reads no weights, and runs on the CPU
     folder = locate_model(run.model, run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), only_config=is_check)
@@ -79,7 +84,8 @@ def prepare(
     run = locate_tokenizer(run)
     if command == "train":
         check_data(run, in_memory)
-        check_output(run, folder, nodes)
+        if not own_output:
+            check_output(run, folder, nodes)
     if command in ("train", "script"):
         check_trackers(run, is_script=command == "script")
     run, table = with_given_plan(run, model)
@@ -103,6 +109,11 @@ def prepare(
     for note in notes:
         say(note)
     return filled, plan
+
+
+def _check_paths(run: RunConfig) -> None:
+    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
+        check_path(key, name)
 
 
 def _planned(

@@ -14,8 +14,10 @@ from shardwise.launch.script import Script
 from shardwise.log import say
 from shardwise.spec.filled import without_stale
 from shardwise.spec.plan import Plan
+from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
 from shardwise.train.context import Restart
+from shardwise.train.identity import after_restart
 from shardwise.train.previous import is_set_aside
 
 if TYPE_CHECKING:
@@ -76,12 +78,14 @@ def _most_devices(work: Work, left: int) -> tuple[RunConfig, Plan]:
     """The run on as many devices as fit what was given of its strategy, with the batch that it has."""
     tree = load_yaml(work.folder / "run.yaml")
     rows = tree["train"]["global_batch_size"]
-    tree = without_stale(tree, ["devices"]) | {"resume": "auto", "overwrite": False}
+    after = after_restart(parse_run(tree), work.folder)
+    resume = "auto" if after.resume == "no" else after.resume  # without a checkpoint, both begin anew
+    tree = without_stale(tree, ["devices"]) | {"resume": resume, "overwrite": False}
     tree["train"] = tree["train"] | {"global_batch_size": rows}
     refusals = []
     for devices in range(left, max(0, left - _MOST_TRIES), -1):
         try:
-            return prepare(tree | {"devices": devices})
+            return prepare(tree | {"devices": devices}, own_output=True)
         except ShardwiseError as error:
             refusals.append(error)
     raise refusals[0]

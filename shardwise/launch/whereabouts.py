@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,13 @@ _SHOWN_FRAMES = 4
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 # Files of torch whose public functions are collectives, or wait for one.
 _COLLECTIVE_FILES = ("distributed_c10d.py", "_functional_collectives.py")
+# Python functions that wait for a collective that was begun before; the wait itself leaves no frame behind them.
+_WAITS = {
+    ("buckets.py", "finish"): "all_reduce",
+    ("replicate.py", "_sum_in_buckets"): "all_reduce",
+    ("schedules.py", "_wait_batch_p2p"): "batch_isend_irecv",
+    ("_fsdp_collectives.py", "foreach_all_gather_copy_out"): "all_gather",
+}
 _WRAPPERS = ("c10d_logger.py", "_contextlib.py", *_COLLECTIVE_FILES)
 
 
@@ -76,7 +83,7 @@ def ask(folder: Path, processes: Mapping[int, int]) -> dict[int, Stack]:
         processes: process id by rank. One that keeps no words yet is left alone: the signal would end it.
     """
     asked = {rank: pid for rank, pid in processes.items() if _head(where_path(folder, rank))}
-    sizes = {rank: where_path(folder, rank).stat().st_size for rank in asked}
+    sizes = {rank: _size(folder, rank) for rank in asked}
     for pid in asked.values():
         with suppress(ProcessLookupError):
             os.kill(pid, SIGNAL)
@@ -87,10 +94,11 @@ def ask(folder: Path, processes: Mapping[int, int]) -> dict[int, Stack]:
     return {rank: _read(where_path(folder, rank), size) for rank, size in sizes.items()}
 
 
-def forget(folder: Path) -> None:
+def forget(folder: Path, ranks: Iterable[int]) -> None:
     """Remove the files of workers that are gone."""
-    for path in folder.glob("logs/.where-rank-*"):
-        path.unlink(missing_ok=True)
+    for rank in ranks:
+        with suppress(OSError):
+            where_path(folder, rank).unlink()
 
 
 def parse_stack(at: str, text: str) -> Stack:
@@ -99,24 +107,34 @@ def parse_stack(at: str, text: str) -> Stack:
     matches = [match for match in map(_FRAME.match, threads[-1].splitlines()) if match] if threads else []
     files = [(Path(match[1]).name, match[3]) for match in matches]
     collective = next((name for file, name in files if file in _COLLECTIVE_FILES and name[0] != "_"), None)
+    if collective is None and files:
+        collective = _WAITS.get(files[0])
     shown = [match for match, (file, _) in zip(matches, files, strict=True) if file not in _WRAPPERS]
     frames = tuple(f"{match[3]} ({Path(match[1]).name}:{match[2]})" for match in shown)
     return Stack(at, frames, collective, text.strip())
 
 
 def _size(folder: Path, rank: int) -> int:
-    return where_path(folder, rank).stat().st_size
+    try:
+        return where_path(folder, rank).stat().st_size
+    except OSError:
+        return 0
 
 
 def _head(path: Path) -> str:
-    try:
-        return path.read_bytes()[:_HEAD_BYTES].decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
+    return _content(path)[:_HEAD_BYTES].decode("utf-8", "replace").strip()
 
 
 def _read(path: Path, start: int) -> Stack:
-    return parse_stack(_head(path), path.read_bytes()[start:].decode("utf-8", "replace"))
+    return parse_stack(_head(path), _content(path)[start:].decode("utf-8", "replace"))
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds; nothing where it has gone or cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def suspects(stacks: Mapping[int, Stack]) -> list[int]:

@@ -91,8 +91,7 @@ def guarded(folder: Callable[[], Path], body: Body, muted: bool = False) -> dict
     if _is_foreign(os.environ):  # our launcher has done so before it started the workers
         remove_errors(folder(), rank, int(os.environ["WORLD_SIZE"]))
     terminal = redirect(log_path(folder(), rank), terminal=rank == 0, muted=muted)
-    # Nobody asks under another launcher.
-    note = note_nothing if _is_foreign(os.environ) else Whereabouts(folder(), rank).note
+    note = _noted_in(folder(), rank)
     try:
         _check_preloaded(os.environ)
         result = body(terminal, note)
@@ -109,6 +108,15 @@ def guarded(folder: Callable[[], Path], body: Body, muted: bool = False) -> dict
         sys.stdout.flush()
         sys.stderr.flush()
     return None
+
+
+def _noted_in(folder: Path, rank: int) -> Callable[[str], None]:
+    """What takes the words of where this rank is; nothing does under another launcher, which does not ask, and where
+    the disk takes no file for them: to do without is better than to fail."""
+    if not _is_foreign(os.environ):
+        with suppress(OSError):
+            return Whereabouts(folder, rank).note
+    return note_nothing
 
 
 def _foreign_restart(environ: Mapping[str, str]) -> Restart | None:

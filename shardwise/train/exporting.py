@@ -9,19 +9,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.export import assign_files, tensor_bytes, write_headers, write_slices, writing
 from shardwise.checkpoint.hf import load_slices
-from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, fault_in, saved_state
+from shardwise.checkpoint.listing import (
+    CHECKPOINTS,
+    MANIFEST_FILE,
+    complete_checkpoints,
+    fault_in,
+    passed_over,
+    saved_state,
+    step_of,
+)
 from shardwise.checkpoint.merge import Comparison, compare_logits, logits_of, probe
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
+from shardwise.checkpoint.reader import IndexReader
 from shardwise.checkpoint.save_job import damage_in
 from shardwise.checkpoint.store import SlicedTensor, load_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.log import say
 from shardwise.models.build import build_on_meta, freeze_stored_buffers, put_head_last
 from shardwise.models.shard import Shard
 from shardwise.spec.layout import ParamLayout
@@ -33,14 +42,24 @@ _BATCH_BYTES = 2**28  # of parameters that are read at once; a larger one is rea
 def find_checkpoint(source: Path) -> Path:
     """The checkpoint that a path means: the folder itself (or a link to it), or the newest complete one of a run.
 
+    Which one is taken, and what was passed over for it, is said on stderr.
+
     Raises:
         ConfigError: there is none.
+        CheckpointError: the path names a checkpoint that is not complete.
     """
-    if not fault_in(source):
+    fault = fault_in(source)
+    if not fault:
         return source.resolve()
-    found = complete_checkpoints(source / CHECKPOINTS) or complete_checkpoints(source)
-    if found:
-        return found[-1]
+    if step_of(source.resolve()) is not None or (source / MANIFEST_FILE).exists():
+        raise CheckpointError(str(source), f"not a complete checkpoint: {fault}", "Export another one")
+    for folder in (source / CHECKPOINTS, source):
+        found = next(iter(complete_checkpoints(folder)[::-1]), None)
+        for note in passed_over(folder, found):
+            say(f"passed over {note}")
+        if found is not None:
+            say(f"exporting {found}")
+            return found
     rule = f"holds no complete checkpoint (looked in it, and for {CHECKPOINTS}/step-*)"
     raise ConfigError(str(source), rule, "Give a run's output folder, or a folder checkpoints/step-*")
 
@@ -48,7 +67,9 @@ def find_checkpoint(source: Path) -> Path:
 def export_checkpoint(checkpoint: Path, out: Path, max_file_bytes: int | None = None) -> None:
     """Write the model of a checkpoint to ``out``; of a LoRA run its adapter.
 
-    Memory: a parameter, or :data:`_BATCH_BYTES` of smaller ones. Nothing in ``out`` runs code when it is loaded.
+    Memory: up to three times a parameter, or :data:`_BATCH_BYTES` of smaller ones.
+
+    Nothing in ``out`` runs code when it is loaded.
 
     Args:
         out: a folder that is not there yet, or empty.
@@ -60,7 +81,7 @@ def export_checkpoint(checkpoint: Path, out: Path, max_file_bytes: int | None = 
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(str(out), "is not empty", "Name a folder that is not there yet")
-    run = saved_state(checkpoint)["run"]
+    run = _saved_run(checkpoint)
     damage = damage_in(checkpoint)
     if damage:
         raise CheckpointError(str(checkpoint), f"is damaged: {damage}", "Export another one")
@@ -98,7 +119,7 @@ def verify_export(checkpoint: Path, out: Path) -> Comparison:
 
     Memory: the model in fp32, once.
     """
-    run = saved_state(checkpoint)["run"]
+    run = _saved_run(checkpoint)
     folder = _model_folder(checkpoint, run)
     stored = declared_dtype(folder)
     live: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -134,6 +155,13 @@ def _check_file_size(naming: Naming, max_file_bytes: int) -> None:
         raise ConfigError(f"--max-shard-size {max_file_bytes}B", rule, remedy)
 
 
+def _saved_run(checkpoint: Path) -> dict[str, Any]:
+    """The run that saved, with its model as a path that holds from anywhere."""
+    state = saved_state(checkpoint)
+    run: dict[str, Any] = state["run"]
+    return run | {"model": state.get("model_folder", run["model"])}
+
+
 def _model_folder(checkpoint: Path, run: Mapping[str, Any]) -> Path:
     """The model that was trained, or where it has gone what the checkpoint keeps of it."""
     folder = Path(run["model"])
@@ -143,6 +171,8 @@ def _model_folder(checkpoint: Path, run: Mapping[str, Any]) -> Path:
 def _naming(folder: Path, run: Mapping[str, Any], model: PreTrainedModel) -> Naming:
     """As the model's own files name the tensors; without them as transformers would."""
     if run.get("model_init") == "random" or not any(folder.glob("*.safetensors")):
+        if run.get("model_init") != "random":
+            say(f"no weights at {run['model']}: tensors are named as transformers does")
         return default_naming(model, declared_dtype(folder))
     return naming_of_folder(folder, model)
 
@@ -159,7 +189,7 @@ def _parameters(
     naming: Naming | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter whole, in fp32: from the checkpoint, and what was not trained from the model's folder."""
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = IndexReader(checkpoint).read_metadata().state_dict_metadata
     for names in _batches({name: shape for name, shape in shapes.items() if f"model.{name}" in saved}):
         values = {name: torch.empty(shapes[name]) for name in names}
         layouts = {name: ParamLayout(name, shapes[name]) for name in names}

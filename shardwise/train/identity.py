@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.listing import CHECKPOINTS, complete_checkpoints, saved_state
+from shardwise.checkpoint.listing import (
+    CHECKPOINTS,
+    UNFINISHED,
+    complete_checkpoints,
+    passed_over,
+    read_manifest,
+    saved_state,
+    step_of,
+)
 from shardwise.errors import CheckpointError
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -57,11 +65,38 @@ def chosen_checkpoint(run: RunConfig, folder: Path) -> Path | None:
 def after_restart(run: RunConfig, output_dir: Path) -> RunConfig:
     """The run as it goes on after a failure: from its newest checkpoint, or as it began if it has made none.
 
-    Results that are still set aside say that it has not made a step, so that checkpoints may be another run's.
+    Results that are still set aside say that it has not made a step, so that checkpoints may be another run's. So may
+    one that is not beyond the checkpoint that ``resume`` names, whose branch was set aside when this one began.
     """
-    if is_set_aside(output_dir) or not complete_checkpoints(output_dir / CHECKPOINTS):
+    if is_set_aside(output_dir):
+        return run
+    newest = next(iter(complete_checkpoints(output_dir / CHECKPOINTS)[::-1]), None)
+    if newest is None or (run.resume not in ("no", "auto") and (step_of(newest) or 0) <= _step_named(run.resume)):
         return run
     return run.model_copy(update={"resume": "auto", "overwrite": False})
+
+
+def _step_named(resume: str) -> int:
+    """The step of the checkpoint that ``resume`` names; -1 where it has gone."""
+    try:
+        return read_manifest(Path(resume).resolve())[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return -1
+
+
+def refuse_damaged(run: RunConfig, notes: list[str]) -> None:
+    """Refuse to start where there is no whole checkpoint but damaged ones: from step 0 the metrics would be cut.
+
+    Args:
+        notes: a line for each folder that was passed over; saves that came to no end are no reason.
+
+    Raises:
+        CheckpointError: with those that are damaged, and why.
+    """
+    damaged = [note for note in notes if not note.endswith(UNFINISHED)]
+    if damaged:
+        remedy = "Name a checkpoint that can be read, or start anew with resume=no and overwrite=true"
+        raise CheckpointError(f"resume = {run.resume!r}", f"no checkpoint is whole ({'; '.join(damaged)})", remedy)
 
 
 def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
@@ -74,6 +109,8 @@ def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
     """
     checkpoint = chosen_checkpoint(run, folder)
     if checkpoint is None:
+        if run.resume == "auto":
+            refuse_damaged(run, passed_over(folder, None))
         return
     saved: dict[str, str] = saved_state(checkpoint)["identity"]
     lora = f"r {run.lora.r}, alpha {run.lora.alpha:g}" if run.lora is not None else "none"

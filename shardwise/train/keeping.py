@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.adapter import ADAPTER_FOLDER
-from shardwise.checkpoint.listing import complete_checkpoints
+from shardwise.checkpoint.listing import complete_checkpoints, step_of
 from shardwise.checkpoint.save_job import Content, SaveJob
 from shardwise.checkpoint.shelf import free_bytes, link, rotate, sweep
 from shardwise.checkpoint.store import owned_bytes
@@ -75,8 +75,8 @@ class CheckpointKeeper:
         export = self._export_bytes()
         if not saves and not export:
             return
-        keep = self._run.save.keep
-        there = len(complete_checkpoints(self._folder)) if self._rank == 0 else 0
+        keep = self._run.save.keep + (self._run.save.best != "no")  # the best one stays beside the newest
+        there = _number_there(self._folder, state.step) if self._rank == 0 else 0
         # A new checkpoint is complete before an old one goes; the export comes when the last rotation is over.
         while_saving = min(saves, max(1, keep + 1 - there)) * self.num_bytes
         at_end = min(saves, max(0, keep - there)) * self.num_bytes + export
@@ -146,6 +146,11 @@ class CheckpointKeeper:
         if not self._run.save.export or self._loaded.adapters is not None:
             return 0
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in self._loaded.naming.tensors.values())
+
+
+def _number_there(folder: Path, step: int) -> int:
+    """The checkpoints that a run from ``step`` on counts as its own: those beyond it are set aside, and not rotated."""
+    return sum((step_of(path) or 0) <= step for path in complete_checkpoints(folder))
 
 
 def _number_of_saves(run: RunConfig, state: TrainState, total_steps: int) -> int:

@@ -22,12 +22,13 @@ class TellsRestart(Callback):
 
     def on_train_begin(self, info: RunInfo) -> None:
         self._folder = info.output_dir
+        update_status(self._folder, restarts=self._restart.number)  # it may fail again before a step is made
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._is_told:
             return
         self._is_told = True
         seconds = round(time.time() - self._restart.failed_at, 3)
-        update_status(self._folder, restarts=self._restart.number, restart_seconds=seconds)
+        update_status(self._folder, restart_seconds=seconds)
         of = f"{self._restart.number} of {self._restart.allowed}"
         self._say(f"restart {of}: step {step} is made, {seconds:.1f} s after the failure")

@@ -21,7 +21,7 @@ from shardwise.models.lora import Adapters
 from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.model import ParallelModel
 from shardwise.spec.run import RunConfig
-from shardwise.train.identity import RunIdentity, resumable
+from shardwise.train.identity import RunIdentity, refuse_damaged, resumable
 from shardwise.train.optim import Optimizer
 
 
@@ -81,7 +81,8 @@ def intact_checkpoint(run: RunConfig, folder: Path) -> tuple[Path | None, list[s
         Its folder, None to start; and a line for each newer folder that was not taken, with the reason.
 
     Raises:
-        CheckpointError: the checkpoint that was named is damaged.
+        CheckpointError: the checkpoint that was named is damaged, or every one there is: a start from step 0 would
+            cut the metrics, unasked.
     """
     candidates: list[Path] = from_rank_0(lambda: resumable(run, folder))
     notes = []
@@ -96,6 +97,8 @@ def intact_checkpoint(run: RunConfig, folder: Path) -> tuple[Path | None, list[s
         checkpoint = None
     if run.resume == "auto":
         notes = sorted([*notes, *from_rank_0(lambda: passed_over(folder, checkpoint))], reverse=True)
+        if checkpoint is None:
+            refuse_damaged(run, notes)
     return checkpoint, notes
 
 

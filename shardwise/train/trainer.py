@@ -146,8 +146,7 @@ class Trainer:
         batches: Iterator[Batch] = self.parts.loader.batches(self.state.loader)
         while self.state.step < self.total_steps and not (stopped or reason):
             batch = next(batches)
-            stopped = self._step(batch)
-            self._supersede(first)
+            stopped = self._step(batch, first)
             epoch_ends = batch.next_state.epoch > batch.epoch
             if self._due(run.eval.strategy, run.eval.steps, epoch_ends):
                 self.state = replace(self.state, owed_evaluation=batch.epoch)
@@ -160,7 +159,8 @@ class Trainer:
                 self.save()
         return stopped, reason
 
-    def _step(self, batch: Batch) -> str | None:
+    def _step(self, batch: Batch, first: int) -> str | None:
+        """Make the next step; ``first`` steps were done before this run. Returns the signal that is to end it."""
         parts, number = self.parts, self.state.step + 1
         self.callbacks.call("on_step_begin", number)
         asked = parts.context.stop.requested() if parts.context.rank == 0 else None
@@ -190,6 +190,8 @@ class Trainer:
         values = self._values(batch, result, seconds) | {"lr": rate, "peak_memory_bytes": int(max(peaks))}
         if result.skipped is not None:
             values |= {"skipped": f"{result.skipped} in {name_rows(rows)}", "lines": [row.line for row in rows]}
+        # Callbacks discard what a start without a step puts back; a restart then takes the newest checkpoint.
+        self._supersede(first)
         self.callbacks.call("on_step_end", number, MappingProxyType(values))
         if failed or not writing:
             self._finish_save()
@@ -294,6 +296,7 @@ class Trainer:
             "train": replace(self.state, callbacks=self.callbacks.state_dict()).to_json(),
             "identity": asdict(parts.identity),
             "run": parts.run.model_dump(mode="json"),
+            "model_folder": str(Path(parts.run.model).absolute()),  # an export may be made from elsewhere
             "best": evaluated[1] if evaluated and is_new and parts.run.save.best != "no" else None,
         }
         self._keeper.begin(self.state.step, state)

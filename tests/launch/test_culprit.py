@@ -46,6 +46,14 @@ def test_the_earliest_error_that_is_no_complaint_is_named() -> None:
     assert find_culprit({0: 3, 1: 3, 2: 3}, errors, 3).message == "rank 1 failed: ValueError: words of 1"
 
 
+@pytest.mark.parametrize("kind", ["SaveError", "NonFiniteLossError"])
+def test_what_another_attempt_gives_again_may_not_pass(kind: str) -> None:
+    for refused in (False, True):
+        culprit = find_culprit({0: 3}, [_error(0, 1.0, kind, refused=refused)], 1)
+        assert (culprit.may_pass, culprit.refused, culprit.exit_code) == (False, False, 3)
+    assert find_culprit({0: 3}, [_error(0, 1.0, "LaunchError", refused=True)], 1).may_pass
+
+
 def test_an_abort_is_named_only_if_nobody_has_said_more() -> None:
     aborted = {0: -signal.SIGABRT, 1: 3}
     assert find_culprit(aborted, [_error(1, 1.0)], 2).rank == 1

@@ -249,14 +249,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tm
     (newest / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it has no \.metadata"):
         _prepare(tmp_path, f"resume={newest}")
-    _prepare(tmp_path, "resume=auto")  # starts: there is no complete one
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole \(step-00000005: it has no \.metadata\)"):
+        _prepare(tmp_path, "resume=auto")
     older = _checkpoint(output, 3, **good)
     with pytest.raises(CheckpointError, match=rf"Use resume={older}"):
         _prepare(tmp_path, f"resume={output}/checkpoints")
     (older / "state.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"its state\.json has 1 bytes of \d+"):
         _prepare(tmp_path, f"resume={older}")
-    _prepare(tmp_path, "resume=auto")
+    with pytest.raises(CheckpointError, match=r"step-00000005: .*; step-00000003: its state\.json has 1 bytes"):
+        _prepare(tmp_path, "resume=auto")
 
 
 def test_a_checkpoint_with_adapters_wants_their_sizes(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import apply_overrides, dump_yaml, load_yaml
-from shardwise.launch import restarts
+from shardwise.launch import resolve, restarts
 from shardwise.launch.agent import Outcome, Work
 from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.spec.plan import Plan
 from shardwise.train.context import Restart
+from tests.checkpoint.fakes import fake_checkpoint
 from tests.spec.model_folder import make_folder
 
 FAILED = Outcome({"state": "failed", "exit_code": 3, "error": "rank 1 was killed"}, "rank 1 was killed", True, 5.0)
@@ -87,3 +88,20 @@ def test_a_strategy_that_does_not_fit_what_is_left_ends_the_job(work: Work, monk
     assert outcome.message is not None
     assert outcome.message.startswith("rank 1 was killed\nno restart: ")
     assert "devices = 2" in outcome.message
+
+
+@pytest.mark.parametrize(("saved", "resume"), [(None, None), (5, None), (1001, "auto")])
+def test_a_run_that_is_planned_anew_before_its_first_save_keeps_what_it_began_from(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int | None, resume: str | None
+) -> None:
+    """With ``auto`` it would find nothing, and begin at step 0 from the model's own weights."""
+    named = str(fake_checkpoint(tmp_path / "other", 1000, {"train": {}, "identity": {}}))
+    path = work.folder / "run.yaml"
+    path.write_text(dump_yaml(load_yaml(path) | {"resume": named}))
+    (work.folder / "metrics.jsonl").write_text("")
+    if saved is not None:
+        fake_checkpoint(work.folder / "checkpoints", saved, {"train": {}, "identity": {}})
+    monkeypatch.setattr(restarts, "devices_left", lambda work: 2)
+    monkeypatch.setattr(resolve, "check_resume", lambda *arguments: None)
+    assert _attempts([FAILED, DONE], work)[0] is DONE
+    assert load_yaml(path)["resume"] == (resume or named)

@@ -16,8 +16,10 @@ from shardwise import cli
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch.exporting import write_export
 from shardwise.testing import run_distributed
+from shardwise.train import exporting
 from shardwise.train.exporting import export_checkpoint, find_checkpoint
 from tests.checkpoint.commands import save_weights
+from tests.checkpoint.fakes import fake_checkpoint
 from tests.fixtures import make_model
 from tests.parallel.families import make_family
 from tests.train.runs import make_inputs, run
@@ -100,6 +102,33 @@ def test_of_a_lora_run_the_adapter_is_written(tmp_path: Path) -> None:
         _export(tmp_path, tmp_path / "out", verify=True)
     _export(tmp_path, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
+
+
+def test_the_checkpoint_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = (fake_checkpoint(tmp_path / "checkpoints", step, {}) for step in (3, 6))
+    (newer / "state.json").unlink()
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "checkpoints") == older
+    note = f"passed over {newer.name}: it has no state.json\nexporting {older}\n"
+    assert capsys.readouterr().err == 2 * note
+    assert find_checkpoint(older) == older
+    with pytest.raises(CheckpointError, match=r"step-00000006: not a complete checkpoint: it has no state\.json"):
+        find_checkpoint(newer)
+
+
+def test_the_model_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "here" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    state = {"train": {}, "identity": {}, "run": {"model": "model"}, "model_folder": str(model)}
+    run = exporting._saved_run(fake_checkpoint(tmp_path, 3, state))
+    assert exporting._model_folder(tmp_path, run) == model
+    monkeypatch.setattr(exporting, "default_naming", lambda *arguments: "default")
+    monkeypatch.setattr(exporting, "declared_dtype", lambda folder: torch.float32)
+    assert exporting._naming(model, run, None) == "default"  # type: ignore[comparison-overlap,arg-type]
+    assert capsys.readouterr().err == f"no weights at {model}: tensors are named as transformers does\n"
 
 
 def test_what_cannot_be_exported(saved: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 from shardwise.spec.run import RunConfig
 from shardwise.train import status as status_module
 from shardwise.train.callbacks import RunInfo
+from shardwise.train.context import Restart
 from shardwise.train.metrics import MetricsFile, last_step
+from shardwise.train.restarts import TellsRestart
 from shardwise.train.status import Status, StatusFile, finish_status, read_status, update_status, write_status
 
 
@@ -31,6 +33,18 @@ def _step(folder: Path) -> int | None:
     status = read_status(folder)
     assert status is not None
     return status.step
+
+
+def test_a_restart_is_written_before_its_first_step(tmp_path: Path) -> None:
+    teller = TellsRestart(Restart(2, 3, 0.0, "rank 1 was killed"), lambda text: None)
+    write_status(tmp_path, Status(step=4))
+    teller.on_train_begin(_info(tmp_path, 4))
+    assert read_status(tmp_path) == Status(step=4, restarts=2)
+    teller.on_step_end(5, {})
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.restarts == 2
+    assert status.restart_seconds
 
 
 def test_steps_are_written_once_a_second_and_all_else_at_once(tmp_path: Path, clock: list[float]) -> None:
