@@ -13,6 +13,7 @@ from shardwise.parallel.compiled import CompileClock
 from shardwise.spec import tolerance
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
+from tests.long import EVERYTHING
 from tests.parallel.harness import Case, RankPart, assemble, compare, reference, run_case, strategy
 
 pytestmark = [
@@ -31,10 +32,14 @@ def _run(rank: int, case: Case, cache: Path) -> tuple[RankPart, float, float, in
     return part, clock.take(), clock.take(), counters["stats"]["unique_graphs"]
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "recompute": 2},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "recompute": 1},
+}
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    [{"tp": 2, "recompute": 2}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "recompute": 1}],
-    ids=["tp2", "interleaved"],
+    "degrees", [pytest.param(LAYOUTS[name], id=name) for name in LAYOUTS if name == "tp2" or EVERYTHING]
 )
 def test_equals_one_eager_process_and_compiles_once(tmp_path: Path, degrees: dict[str, Any]) -> None:
     """Lengths differ from step to step; half of the blocks are recomputed, and evaluation has no gradients."""
