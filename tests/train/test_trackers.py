@@ -255,7 +255,7 @@ def _breaking(rank: int) -> list[Callback]:
 def test_a_service_that_breaks_costs_the_run_nothing(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "check_trackers", lambda config: None)
+    monkeypatch.setattr(resolve, "check_trackers", lambda *_, **__: None)
     overrides = ["tp=2", "train.max_steps=4", "log.report_to=wandb"]
     result = run(inputs, tmp_path / "out", overrides, _breaking)
     assert result.errors == ["", ""]
