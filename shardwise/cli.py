@@ -171,7 +171,7 @@ def estimate_runs(
         from shardwise.planner.calibrate import calibrate as fit
 
         fitted = fit(predictions)
-        save_profile(fitted.cluster, calibrate)
+        save_profile(fitted.cluster, calibrate, "--calibrate")
         found["calibration"] = fitted.answer()
     if as_json:
         print_json(found)
@@ -233,7 +233,8 @@ def measure_machine(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Time what training is made of on this machine's CPU, and make the profile that plans are made with."""
-    from shardwise.launch.measuring import measured_here, profile_name, save_profile
+    from shardwise.launch.measuring import cluster_of, measured_here, profile_name
+    from shardwise.launch.planning import save_profile
     from shardwise.report.measured import measured_answer, show_measured
     from shardwise.report.results import print_json, results_console
 
@@ -243,7 +244,7 @@ def measure_machine(
     else:
         show_measured(samples, results_console())
     if output is not None:
-        save_profile(samples, output)
+        save_profile(cluster_of(samples), output, "--output")
 
 
 @model_app.command("show")

@@ -103,7 +103,7 @@ def measured_cluster(processes: int, environ: Mapping[str, str]) -> ClusterSpec:
         samples = _measured_in_child(processes, environ)
         if keep(samples, environ) is not None:
             say(f"kept; `shardwise measure --devices {processes}` measures in full, or anew")
-    return ClusterSpec.from_json(profile_of(samples, profile_name(samples)))
+    return cluster_of(samples)
 
 
 def measured_here(processes: int | None, level: str, environ: Mapping[str, str], *, show: bool) -> Samples:
@@ -130,20 +130,9 @@ def measured_here(processes: int | None, level: str, environ: Mapping[str, str],
     return samples
 
 
-def save_profile(samples: Samples, path: Path) -> None:
-    """Write the profile of a measurement, for ``--cluster FILE``.
-
-    Raises:
-        ConfigError: the file has another ending than ``.json``, or cannot be written.
-    """
-    if path.suffix != ".json":
-        rule = "a profile is a file that ends in .json"
-        raise ConfigError(f"--output {path}", rule, f"Use --output {path}.json")
-    try:
-        path.write_text(json.dumps(profile_of(samples, profile_name(samples)), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written to ({error.strerror})"
-        raise ConfigError(f"--output {path}", rule, "Name another file") from None
+def cluster_of(samples: Samples) -> ClusterSpec:
+    """The profile of a measurement."""
+    return ClusterSpec.from_json(profile_of(samples, profile_name(samples)))
 
 
 def profile_name(samples: Samples) -> str:

@@ -204,13 +204,13 @@ def _not_writable(option: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{option} {path}", f"cannot be written to ({error.strerror})", "Name another file")
 
 
-def save_profile(cluster: ClusterSpec, path: Path) -> None:
-    """Write a profile that :func:`find_cluster` reads.
+def save_profile(cluster: ClusterSpec, path: Path, option: str) -> None:
+    """Write a profile that :func:`find_cluster` reads; ``option`` names the path in messages.
 
     Raises:
         ConfigError: the path does not end in .json, holds another file, or cannot be written to.
     """
-    key = f"--calibrate {path}"
+    key = f"{option} {path}"
     if path.suffix != ".json":
         raise ConfigError(key, "a profile's file ends in .json", f"Use {path}.json")
     if path.exists():

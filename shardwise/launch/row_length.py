@@ -33,7 +33,7 @@ def row_tokens(run: RunConfig, max_positions: int) -> int:
 
 def _longest(path: Path) -> int:
     try:
-        values = [record.value for record in read_records(path, _LOOKED_AT)]
+        values = [record.value for record in read_records(path, _LOOKED_AT) if record.value is not None]
     except (ConfigError, OSError):
         values = []
     return max((_tokens(value) for value in values), default=DEFAULT_ROW_TOKENS)

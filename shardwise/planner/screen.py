@@ -23,7 +23,7 @@ from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
 from shardwise.planner.parts import Placed, tied_copy
 from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
 from shardwise.planner.state import gathered_bytes, gradients_apart, state_terms
-from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts, RecomputeLevel
+from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts
 
 _SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
 AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
@@ -288,8 +288,8 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
             sums[name] = sums[name] + share * total(getattr(passes, name))
         sums["waiting"] = sums["waiting"] + share * waiting_seconds(kind, layout, work, job.cluster)
         sums["waiting_bytes"] = sums["waiting_bytes"] + share * waiting_bytes(kind, layout, work)
-        kept = _kept(kind, layout, job, layout.recompute)
-        everything = _kept(kind, layout, job, "none")
+        kept = saved_bytes(kind, layout.recompute, layout, work)
+        everything = saved_bytes(kind, "none", layout, work)
         sums["saved"] = sums["saved"] + share * kept
         sums["saved_all"] = sums["saved_all"] + share * everything
         sums["workspace"] = np.maximum(sums["workspace"], workspace_bytes(kind, layout.recompute, layout, work))
@@ -299,8 +299,8 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
     for parts in ((costs.embedding,), (costs.head, *costs.more)):
         passes_of = [part_passes(part, plain, work, job.cluster) for part in parts]
         ends.append(sum(total(one.forward) + total(one.backward) for one in passes_of))
-    saved = [_kept(part, layout, job, "none") for part in (costs.embedding, costs.head)]
-    more = sum((_kept(part, layout, job, "none") for part in costs.more), start=0.0)
+    saved = [saved_bytes(part, "none", layout, work) for part in (costs.embedding, costs.head)]
+    more = sum((saved_bytes(part, "none", layout, work) for part in costs.more), start=0.0)
     values = sums | {
         "forward_share": forward_share,
         "first": ends[0],
@@ -314,10 +314,6 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
 
 def _kinds(job: Job) -> list[tuple[PartCosts, int]]:
     return [(job.costs.kinds[kind], times) for kind, times in sorted(Counter(job.costs.order).items())]
-
-
-def _kept(part: PartCosts, layout: Layout, job: Job, level: RecomputeLevel) -> Any:
-    return saved_bytes(part, level, layout, job.work)
 
 
 def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:

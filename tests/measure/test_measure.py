@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import ConfigError
-from shardwise.launch.measuring import keep, known, measured_here, save_profile
-from shardwise.launch.planning import find_cluster
+from shardwise.launch.measuring import cluster_of, keep, known, measured_here
+from shardwise.launch.planning import find_cluster, save_profile
 from shardwise.measure.samples import Samples
 from tests.measure.made_samples import made_samples
 from tests.train.runs import make_inputs
@@ -83,6 +83,11 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="256 processes at once are the most"):
         measured_here(1000, "full", {}, show=False)
     with pytest.raises(ConfigError, match=r"ends in \.json"):
-        save_profile(made_samples(), tmp_path / "profile")
+        save_profile(cluster_of(made_samples()), tmp_path / "profile", "--output")
     with pytest.raises(ConfigError, match="cannot be written to"):
-        save_profile(made_samples(), tmp_path / "none" / "profile.json")
+        save_profile(cluster_of(made_samples()), tmp_path / "none" / "profile.json", "--output")
+    foreign = tmp_path / "package.json"
+    foreign.write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--output .*package\.json: is there, and is no profile"):
+        save_profile(cluster_of(made_samples()), foreign, "--output")
+    assert foreign.read_text(encoding="utf-8") == "{}"
