@@ -15,18 +15,18 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.describing import costs_of, model_of
 from shardwise.launch.hub import locate_model
 from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
+from shardwise.planner.adapters import ALL_LINEAR, Lora, adapted
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Work
-from shardwise.planner.parts import frozen
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig, TrainConfig
+from shardwise.spec.run import LoraConfig, RunConfig, TrainConfig
 
 _STEP_TOKENS = 4 * 2**20  # of an optimizer step, where no batch is given
 _LEAST_ROWS = 8
@@ -157,8 +157,18 @@ def work_of(sequence: int, precision: str, train: TrainConfig) -> Work:
 
 
 def trained(run: RunConfig, costs: ModelCosts) -> ModelCosts:
-    """The model with what the run trains of it: with LoRA its adapters alone."""
-    return frozen(costs) if run.use_lora or run.lora is not None else costs
+    """The model with what the run trains of it: with LoRA its adapters, and the modules that train whole.
+
+    Raises:
+        ConfigError: a target that is no linear layer of the model.
+    """
+    if not run.use_lora and run.lora is None:
+        return costs
+    lora = run.lora or LoraConfig()
+    wanted = lora.target_modules
+    everything = wanted is None or (isinstance(wanted, str) and wanted.lower() == ALL_LINEAR)
+    targets = ALL_LINEAR if everything or wanted is None else wanted
+    return adapted(costs, Lora(lora.r, targets, lora.modules_to_save))
 
 
 def save_plan(job: Job, found: Found, path: Path) -> str:
