@@ -192,8 +192,10 @@ def check_outputs(plan: Path, page: Path | None) -> None:
     """Refuse paths that a plan and its page cannot be written to, before the search.
 
     Raises:
-        ConfigError: a path holds another file, or its folder cannot be written to.
+        ConfigError: both are one file, a path holds another file, or its folder cannot be written to.
     """
+    if page is not None and page.resolve() == plan.resolve():
+        raise ConfigError(f"--html {page}", "is where the plan is written (--output)", "Name another file")
     for option, path in (("--output", plan), ("--html", page)):
         if path is None:
             continue

@@ -44,7 +44,7 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
         plans, refined = _best(plans + found, top), refined + looked_at
         bound = min(bound, least)
         most //= 2
-        if not most or job.all_devices or (not plans and most < job.devices // 4):
+        if not most or job.all_devices or (not plans and sweep.considered and most < job.devices // 4):
             break
         if plans:
             per_row = least_device_seconds(job, _cells(space.columns)) if per_row is None else per_row
@@ -128,12 +128,13 @@ def _with_others_first(columns: Columns, order: np.ndarray, top: int) -> np.ndar
 def _best(plans: list[Planned], top: int) -> list[Planned]:
     """The fastest plans that differ, ``top`` of them if there are as many, and the fastest that can be trained with.
 
-    Plans differ in degrees; where too few do, in what else a strategy says of a step, at last in anything.
+    Plans differ in degrees, and in more than a row's tokens over ranks in place of rows; where too few do, in what
+    else a strategy says of a step, at last in anything.
     """
     unique = {plan.candidate: plan for plan in plans}
     ranked = sorted(unique.values(), key=lambda plan: (plan.step_seconds, plan.estimate.memory_bytes))
     kept: list[Planned] = []
-    kinds: tuple[Callable[[Candidate], Hashable], ...] = (_degrees, _manner, lambda candidate: candidate)
+    kinds: tuple[Callable[[Candidate], Hashable], ...] = (_spread, _degrees, _manner, lambda candidate: candidate)
     for kind in kinds:
         seen = {kind(plan.candidate) for plan in kept}
         for plan in ranked:
@@ -143,6 +144,10 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     kept.sort(key=ranked.index)
     runnable = next((plan for plan in ranked if not plan.not_runnable), None)
     return kept if runnable is None or runnable in kept else [*kept, runnable]
+
+
+def _spread(candidate: Candidate) -> Hashable:
+    return candidate.pp, candidate.dp * candidate.cp, candidate.tp, candidate.ep
 
 
 def _degrees(candidate: Candidate) -> Hashable:

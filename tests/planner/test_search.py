@@ -279,6 +279,11 @@ def test_reasons_are_those_of_the_terms() -> None:
     assert less_memory.startswith("with a quarter less memory: ")
 
 
+def test_more_devices_than_any_split_can_use() -> None:
+    few, many = job("tiny", devices=64, rows=8), job("tiny", devices=10**11, rows=8)
+    assert search(many, top=1).plans[0].step_seconds <= search(few, top=1).plans[0].step_seconds
+
+
 def test_memory_does_not_grow_with_micro_batches() -> None:
     """1F1B holds as many micro-batches as there are stages behind, however many a step has."""
     found = [search(job(rows=2 * number, pp=2, dp=1, tp=1, micro_batch_size=2, recompute="none", schedule="1f1b"))
