@@ -120,7 +120,8 @@ def test_no_amount_of_a_preset_is_negative(name: str) -> None:
 def _sums(amount: Amount, size: int) -> list[float]:
     split = amount.split * size + amount.split_bytes
     grown = amount.split_growing * size + amount.split_growing_bytes
-    return [split, amount.whole * size + amount.whole_bytes, grown, amount.expert * size + amount.expert_bytes]
+    experts = amount.expert * size + amount.expert_bytes
+    return [split, amount.whole * size + amount.whole_bytes, grown, experts, amount.routed]
 
 
 @pytest.mark.parametrize(
