@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.machines import Machines
 from shardwise.launch.place import Nodes
 from shardwise.log import say
 
@@ -37,13 +38,24 @@ class Meeting(StaticTCPRendezvous):
         nodes: this machine's place among them.
         told: what this machine runs; the same text on all of them.
         interrupted: whether the user wants to leave.
+        machines: keeps the store of the first meeting.
+        attempt: how often the job has failed before. Each attempt has a store of its own, since keys of the one before
+            would be taken for those of this one: the first at the endpoint, later ones at a free port of machine 0.
     """
 
-    def __init__(self, nodes: Nodes, told: str, interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        told: str,
+        interrupted: Callable[[], bool],
+        machines: Machines | None = None,
+        attempt: int = 0,
+    ) -> None:
         assert nodes.endpoint is not None
         host, _, port = nodes.endpoint.rpartition(":")
         super().__init__(host, int(port), nodes.rank, nodes.count, _RUN_ID, int(_LIMIT_SECONDS))
         self._nodes, self._told, self._interrupted = nodes, told, interrupted
+        self._machines, self._attempt = machines or Machines(), attempt
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all machines are here.
@@ -55,7 +67,9 @@ class Meeting(StaticTCPRendezvous):
         """
         store = self._open() if self.rank == 0 else self._connect()
         store.set_timeout(timedelta(seconds=_LIMIT_SECONDS))
-        self._store = store
+        self._store = self._machines.attempt_store = store
+        if not self._attempt:
+            self._machines.store = store
         if store.add(f"machine/{self.rank}/count", 1) > 1:
             rule = "another machine of this job has the same number"
             raise ConfigError(f"node_rank = {self.rank}", rule, "Give each its own, from 0")
@@ -72,6 +86,11 @@ class Meeting(StaticTCPRendezvous):
 
     def _open(self) -> TCPStore:
         limit = timedelta(seconds=_LIMIT_SECONDS)
+        if self._attempt:
+            store = TCPStore(self.master_addr, 0, None, True, limit, wait_for_workers=False)
+            self.master_port = store.port
+            self._machines.store.set(self._port_key(), str(store.port))
+            return store
         try:
             return TCPStore(
                 self.master_addr, self.master_port, None, True, limit, wait_for_workers=False, multi_tenant=True
@@ -80,7 +99,13 @@ class Meeting(StaticTCPRendezvous):
             rule = f"cannot be opened on this machine, which is machine 0 ({str(error).splitlines()[0][:200]})"
             raise ConfigError(f"rdzv_endpoint = {self._nodes.endpoint!r}", rule, "Name a free port of it") from None
 
+    def _port_key(self) -> str:
+        return f"port/{self._attempt}"
+
     def _connect(self) -> TCPStore:
+        if self._attempt:
+            self._wait(lambda: [] if self._machines.store.check([self._port_key()]) else [0])
+            self.master_port = int(self._machines.store.get(self._port_key()))
         self._wait(lambda: [] if self._answers() else [0])
         limit = timedelta(seconds=_LIMIT_SECONDS)
         return TCPStore(self.master_addr, self.master_port, None, False, limit, wait_for_workers=False)

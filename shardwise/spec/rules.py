@@ -292,12 +292,6 @@ def _check_save(run: RunConfig) -> None:
         "Give save.strategy, or leave save.async out",
     )
     _check_best(run)
-    _refuse(
-        not run.restarts or run.nnodes == 1,
-        f"restarts = {run.restarts} with nnodes = {run.nnodes}",
-        f"restarts of jobs on several machines are {NOT_AVAILABLE}",
-        "Leave restarts out",
-    )
 
 
 def _check_best(run: RunConfig) -> None:
