@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -263,13 +262,6 @@ def _rank_pids(job: Job) -> list[int]:
     paths = [job.output_dir.with_name(f"out-begun-{rank}") for rank in range(2)]
     job.wait_for(lambda: all(path.exists() and path.read_text() for path in paths))
     return [int(path.read_text()) for path in paths]
-
-
-def test_a_killed_rank_of_a_script_is_named(inputs: Path, tmp_path: Path) -> None:
-    with script(inputs, tmp_path, CONTACT + "time.sleep(100)", SHARDWISE_DEVICE="cpu") as job:
-        os.kill(_rank_pids(job)[1], signal.SIGKILL)
-        assert job.wait(30) == 3
-    assert "rank 1 was killed by SIGKILL" in job.stderr
 
 
 def test_a_killed_launcher_takes_its_script_along(inputs: Path, tmp_path: Path) -> None:

@@ -84,17 +84,17 @@ def _peak_of_export(rank: int, checkpoint: Path, out: Path, batch_bytes: int) ->
 
 @pytest.mark.slow
 def test_an_export_needs_the_memory_of_a_shard_and_no_more(tmp_path: Path) -> None:
-    """A model of 84 MiB in files of 16 MiB, its largest tensor 3 MiB; one that holds all of it would be found."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7}
+    """A model of 48 MiB in files of 16 MiB, its largest tensor 3 MiB; one that holds all of it would be found."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
     make_model(tmp_path / "model", "llama", **sizes)
     run_distributed(save_weights, 1, tmp_path / "model", tmp_path / "checkpoints", {})
     checkpoint = find_checkpoint(tmp_path)
     (peak,) = run_distributed(_peak_of_export, 1, checkpoint, tmp_path / "out", 8 * MIB)
     files = list((tmp_path / "out").glob("model-*.safetensors"))
-    assert sum(path.stat().st_size for path in files) > 80 * MIB
+    assert sum(path.stat().st_size for path in files) > 46 * MIB
     (at_once,) = run_distributed(_peak_of_export, 1, checkpoint, tmp_path / "at-once", 2**30)
     assert peak < 28 * MIB
-    assert at_once > 64 * MIB
+    assert at_once > 42 * MIB
 
 
 def test_a_difference_is_found(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
