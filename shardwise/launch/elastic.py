@@ -110,6 +110,8 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         if self._note_deaths(worker_group) or self._other_machine_has_failed():
             self.failed_at = time.time()
+            # At once: the ranks of other machines end in this moment too, and their launchers ask who was first.
+            self._work.tell_deaths(self.deaths)
             self._work.machines.tell_failure(self._attempt)
             # Let the rest end by itself for a moment: afterwards nobody can tell our signal from another's.
             deadline = time.monotonic() + _SETTLE_SECONDS
