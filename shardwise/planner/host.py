@@ -27,7 +27,9 @@ _TENSOR_BYTES = 10 * 2**20
 # Processes that gather weights keep pieces below 8 MiB alone (``launch/heap``). Where a block is smaller, the buffers
 # it is gathered to and summed in find no hole as large as they are, less and less with each time that it is gathered.
 KEPT_BESIDE_GATHERS = 2**23
+# Of a larger block the heap keeps what is smaller: its weights one by one.
 _BUFFERS, _MORE_BUFFERS = 2.6, 0.9  # times the weights of all such blocks: at first, and for each doubling of the times
+_PIECES, _MORE_PIECES = 0.15, 0.4  # likewise; the "grouped" model is the one that they were fitted on
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ def heap_of_blocks(layout: Layout, gradients: Any, passing: Any, weights: Any, b
     share = share + _OF_DEFERRED * (layout.schedule == "zero_bubble")
     share = share + _OF_SEQUENCES * layout.tp * layout.sequence_parallel
     if layout.zero:
-        times = _BUFFERS + _MORE_BUFFERS * log2(_gathers(layout))
-        return choose(block < KEPT_BESIDE_GATHERS, weights * times, share * passing)
+        more = log2(_gathers(layout))
+        small = weights * (_BUFFERS + _MORE_BUFFERS * more)
+        return choose(block < KEPT_BESIDE_GATHERS, small, weights * (_PIECES + _MORE_PIECES * more) + share * passing)
     return share * passing + _OF_GRADIENTS * gradients
 
 

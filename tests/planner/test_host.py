@@ -102,7 +102,7 @@ def test_buffers_of_small_units_find_no_hole_in_the_heap_and_those_of_large_ones
     blocks = sum(kind.parameters.total for kind in small.costs.kinds) * 4 * 4.0
     assert 2 * blocks < heap[0, False] < heap[0, True] < 6 * blocks
     weights = large.costs.num_parameters * 4.0
-    assert heap[1, False] < 0.1 * weights
+    assert heap[1, False] < 0.3 * weights
     rate = large.cluster.chip.memory_bandwidth * large.cluster.chip.bandwidth_efficiency
     unmapped = replace(large.work, host=replace(large.work.host, mapped=0.0))
     candidate = Candidate(dp_shard=4, micro_batch_size=1, stages=(4,))
