@@ -54,6 +54,17 @@ def test_products_and_attention_are_those_of_the_configuration(llama: ModelCosts
 
 
 @pytest.mark.slow
+def test_eager_attention_keeps_scores_that_grow_with_the_row(folder: Path, llama: ModelCosts) -> None:
+    (fused,), (eager,) = llama.kinds, model_costs(folder, TableCache(None), (1,), attention="eager").kinds
+    assert eager.attention is not None
+    assert eager.attention.kernel == "eager"
+    # Of each head and key the result of softmax, in fp32 and once more in the precision of the products.
+    kept = eager.saved["none"]
+    assert kept.split_growing + kept.split_growing_bytes / 4 >= 4
+    assert fused.saved["none"].split_growing == fused.saved["none"].split_growing_bytes == 0
+
+
+@pytest.mark.slow
 def test_parameters_and_legal_degrees_are_those_of_the_table(folder: Path, llama: ModelCosts) -> None:
     model = build_on_meta(folder, None)
     assert llama.num_parameters == sum(parameter.numel() for parameter in model.parameters())
