@@ -42,7 +42,7 @@ from shardwise.train.status import Status, finish_status, read_status, write_sta
 if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
-_OTHERS_SECONDS = 3.0  # how long other machines may take to say who died
+_OTHERS_SECONDS = 6.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
 
 
@@ -287,7 +287,7 @@ def _culprit(work: Work, result: AgentResult) -> Culprit:
         explained = any(code < 0 for code in known.values()) or not all(error.connection_error for error in errors)
         if explained or time.monotonic() > deadline:
             return find_culprit(known, errors, work.devices, result.standing)
-        time.sleep(_OTHERS_SECONDS / 30)
+        time.sleep(0.1)
 
 
 def _stopped(signal_name: str, checkpoint: str | None = None) -> Outcome:
