@@ -40,6 +40,7 @@ def _make(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_child_answers_once_and_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, environ = _make(tmp_path / "m", "gpt_neo"), os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     spec = model_of(folder, environ)
