@@ -42,7 +42,7 @@ from shardwise.train.status import Status, finish_status, read_status, write_sta
 if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
-_OTHERS_SECONDS = 3.0  # how long other machines may take to say who died
+_OTHERS_SECONDS = 10.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
 
 
@@ -91,6 +91,11 @@ class Work:
     def tells(self) -> bool:
         """Whether this launcher keeps ``status.json``: that of machine 0 does."""
         return self.nodes.rank == 0
+
+    def tell_deaths(self, deaths: Mapping[int, int]) -> None:
+        """Leave what this machine has seen for the launchers of the others, where there are any."""
+        if self.nodes.count > 1 and deaths and self.folder.is_dir():
+            write_deaths(self.folder, self.nodes.rank, deaths)
 
     def grace_seconds(self) -> float | None:
         """Seconds that a stop may take; None while there is nothing to save: in a script that does not train yet, in
@@ -278,16 +283,16 @@ def _keep_stacks(folder: Path, result: AgentResult) -> None:
 def _culprit(work: Work, result: AgentResult) -> Culprit:
     """Who failed first. A machine that only sees a connection end waits a moment for what the others have seen."""
     folder, deaths = work.folder, result.deaths
-    if work.nodes.rank and deaths and folder.is_dir():
-        write_deaths(folder, work.nodes.rank, deaths)
-    deadline = time.monotonic() + (_OTHERS_SECONDS if work.nodes.count > 1 else 0.0)
+    work.tell_deaths(deaths)
+    deadline = time.monotonic() + _OTHERS_SECONDS
     while True:
         errors = [*read_errors(folder, work.devices), *result.errors]
-        known = deaths | {rank: code for rank, code in read_deaths(folder).items() if rank not in deaths}
+        told = read_deaths(folder)
+        known = deaths | {rank: code for other in told for rank, code in other.items() if rank not in deaths}
         explained = any(code < 0 for code in known.values()) or not all(error.connection_error for error in errors)
-        if explained or time.monotonic() > deadline:
+        if explained or work.nodes.count in (1, len(told)) or time.monotonic() > deadline:
             return find_culprit(known, errors, work.devices, result.standing)
-        time.sleep(_OTHERS_SECONDS / 30)
+        time.sleep(0.1)
 
 
 def _stopped(signal_name: str, checkpoint: str | None = None) -> Outcome:

@@ -97,6 +97,8 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         if self._note_deaths(worker_group):
             self.failed_at = time.time()
+            # At once: the ranks of other machines end in this moment too, and their launchers ask who was first.
+            self._work.tell_deaths(self.deaths)
             # Let the rest end by itself for a moment: afterwards nobody can tell our signal from another's.
             deadline = time.monotonic() + _SETTLE_SECONDS
             while time.monotonic() < deadline and len(self.deaths) < len(worker_group.workers):

@@ -109,7 +109,7 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     Plans differ in degrees; where too few do, in what else a strategy says of a step, at last in anything.
     """
     unique = {plan.candidate: plan for plan in plans}
-    ranked = sorted(unique.values(), key=lambda plan: (plan.step_seconds, plan.estimate.memory_bytes))
+    ranked = sorted(unique.values(), key=_rank)
     kept: list[Planned] = []
     kinds: tuple[Callable[[Candidate], Hashable], ...] = (_degrees, _manner, lambda candidate: candidate)
     for kind in kinds:
@@ -121,6 +121,16 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     kept.sort(key=ranked.index)
     runnable = next((plan for plan in ranked if not plan.not_runnable), None)
     return kept if runnable is None or runnable in kept else [*kept, runnable]
+
+
+def _rank(plan: Planned) -> tuple[float, int, bool, float]:
+    """What comes first: the faster; of those equal to six digits the simpler pipeline, then what needs less memory.
+
+    Where processes share cores a bubble costs nothing, and many schedules are predicted alike.
+    """
+    candidate = plan.candidate
+    seconds = float(f"{plan.step_seconds:.5e}")
+    return seconds, candidate.virtual_stages, candidate.schedule != "1f1b", plan.estimate.memory_bytes
 
 
 def _degrees(candidate: Candidate) -> Hashable:
