@@ -20,7 +20,7 @@ from shardwise.check.layouts import NUM_STEPS, num_micro_batches, num_stages, sm
 from shardwise.check.names import LAYOUT, PLAN, REPORT, RUN
 from shardwise.check.outputs import Outputs, RankView, output_errors
 from shardwise.check.reference import LEARNING_RATE, Reference, precision, recorded, run_reference
-from shardwise.check.small import SmallModel, build_meta, make_rows, shrink_run
+from shardwise.check.small import PACK_LENGTH, SmallModel, build_meta, make_rows, shrink_run
 from shardwise.config import load_yaml
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader, LoaderSettings
@@ -123,7 +123,7 @@ def compare_rank(
         first = next(batches)
         outputs: Outputs = {}
         with ExitStack() as stack:
-            for stage in model.stages:
+            for stage in model.stages if not small.packed else ():  # one process has them row by row
                 stack.enter_context(recorded(stage.model, outputs))
             gradients = _first_gradients(model, first, want)
         optimizer = Optimizer(model.shards, run.train)
@@ -162,6 +162,13 @@ def _first_gradients(model: ParallelModel, batch: Batch, want: Reference) -> lis
 def _loader(small: SmallModel, mesh: Mesh, global_batch_size: int) -> Loader:
     strategy = mesh.strategy
     settings = LoaderSettings(
-        global_batch_size, strategy.micro_batch_size, mesh.data_rank, strategy.dp, strategy.pp, shuffle=False
+        global_batch_size,
+        strategy.micro_batch_size,
+        mesh.data_rank,
+        strategy.dp,
+        strategy.pp,
+        shuffle=False,
+        packing=small.packed,
+        pack_length=PACK_LENGTH,
     )
     return Loader(_rows(small, global_batch_size), settings)

@@ -16,6 +16,7 @@ from shardwise.data.format import IGNORED
 from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta, choose_experts, freeze_stored_buffers, put_head_last, widen
 from shardwise.models.lora import Adapters, find_adapters, inject, plain_name
+from shardwise.models.packing import check_packing
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure
 from shardwise.parallel.tensor import proven_table
@@ -23,6 +24,7 @@ from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.tensor.cache import TableCache
 
 _LENGTHS = (3, 12)  # of rows, both included
+PACK_LENGTH = 24  # tokens of packed rows: at least two of them
 _BLOCKS_PER_KIND = 2
 _NOT_OF_DECODERS = ("classifier", "summary")  # heads of other tasks, which some configurations name
 _ADAPTER_STD = 0.1
@@ -38,12 +40,14 @@ class SmallModel:
         adapters: of the copy, None where all of it trains.
         num_blocks: its decoder layers.
         notes: what of the user's model the copy leaves out.
+        packed: whether rows lie one behind the other, as in the run.
     """
 
     config: Any
     adapters: Adapters | None
     num_blocks: int
     notes: tuple[str, ...]
+    packed: bool = False
 
 
 def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, tables: TableCache) -> SmallModel:
@@ -69,10 +73,14 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     if run.lora is not None and run.lora.dropout:
         notes.append("dropout (lora.dropout)")
     if run.data.packing:
-        notes.append("packing (data.packing): rows are compared one by one")
+        capacity = run.data.max_length or int(
+            getattr(real.config.get_text_config(), "max_position_embeddings", None) or 0
+        )
+        check_packing(real, capacity)
+        notes.append("outputs of modules on packed rows (data.packing): losses, norms and gradients are compared")
     small = build_meta(config, torch.float32)
     adapters = None if lora is None else find_adapters(small, lora)
-    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes))
+    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes), run.data.packing)
 
 
 def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:

@@ -80,7 +80,7 @@ def _environment(pid: str) -> list[bytes]:
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama 70b tp8 pp4": ("llama", LLAMA_70B, ("tp=8", "pp=4", "recompute=full")),
-    "gpt2 tp2 pp2 sgd": ("gpt2", {}, ("tp=2", "pp=2", "train.optimizer=sgd")),
+    "gpt2 tp2 pp2 sgd": ("gpt2", {}, ("tp=2", "pp=2", "train.optimizer=sgd", "data.packing=true")),
     "qwen3_moe tp2 pp2 dp2": ("qwen3_moe", {"num_hidden_layers": 4}, ("tp=2", "pp=2", "dp=2")),
     "lora tp2 dp2": ("qwen3", {"num_hidden_layers": 4}, ("tp=2", "dp_replicate=2", "dp_shard=1", "lora.r=4")),
 }

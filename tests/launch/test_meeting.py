@@ -14,6 +14,7 @@ import pytest
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
+from shardwise.launch.beacon import beacon
 from shardwise.launch.machines import Machines
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
@@ -99,6 +100,28 @@ def test_a_machine_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(meeting, "_LIMIT_SECONDS", 0.5)
     with pytest.raises(LaunchError, match="machine 1 has not come within 0 s"):
         machine(free_endpoint(), 0).next_rendezvous()
+
+
+def test_a_machine_that_prepares_is_waited_for_as_long_as_it_gets_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_LIMIT_SECONDS", 1.5)
+    endpoint = free_endpoint()
+    results: list[object] = []
+    waiting = threading.Thread(target=lambda: results.extend(meet([machine(endpoint, 1)])))
+    with beacon(Nodes(2, 0, endpoint)) as counted:
+        waiting.start()
+        for rows in range(30):
+            counted(rows)
+            time.sleep(0.1)
+        assert waiting.is_alive()
+    first = machine(endpoint, 0).next_rendezvous()
+    waiting.join(10)
+    assert first.world_size == results[0].world_size == 2  # type: ignore[attr-defined]
+    assert "machine 0 prepares its data" in capsys.readouterr().err
+    endpoint = free_endpoint()
+    with beacon(Nodes(2, 0, endpoint)), pytest.raises(LaunchError, match="machine 0 has not come within 2 s"):
+        machine(endpoint, 1).next_rendezvous()  # it is there, and does not get on
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
