@@ -44,8 +44,11 @@ from tests.parallel.harness import (
     run_cases,
     strategy,
 )
-from tests.parallel.layouts import LAYOUTS
+from tests.parallel.layouts import LAYOUTS as COMMON
 
+LAYOUTS: dict[str, dict[str, Any]] = COMMON | {"tp2-sequence": {"tp": 2, "sequence_parallel": True}}
+if EVERYTHING:
+    LAYOUTS["tp2-pp2-sequence"] = {"tp": 2, "pp": 2, "sequence_parallel": True}
 MODELS = ("llama", "qwen3-tied")
 TABLE = [(model, layout) for model in MODELS for layout in LAYOUTS]
 # The second model repeats some layouts, and AdamW some of one model, unless everything is asked for.
