@@ -69,7 +69,7 @@ def causal_model(config: Any, **options: Any) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and package:
         names = [n for v in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for n in ((v,) if isinstance(v, str) else v)]
         for found in (getattr(import_module(package), name, None) for name in names):
-            if getattr(found, "config_class", None) is type(config):
+            if found is not None and found.config_class is type(config):
                 model = found._from_config(config, **options)
                 return model
     model = AutoModelForCausalLM.from_config(config, **options)
