@@ -95,8 +95,7 @@ def _agree(run: RunConfig, plan: Plan, degrees: dict[str, int], folder: Path, ta
 
 def _rows(small: SmallModel, global_batch_size: int) -> list[Row]:
     """All steps but the last are full; that has one row, so that some ranks have none."""
-    vocab_size = small.config.get_text_config(decoder=True).vocab_size
-    return make_rows((NUM_STEPS - 1) * global_batch_size + 1, vocab_size)
+    return make_rows((NUM_STEPS - 1) * global_batch_size + 1, small.vocab_size)
 
 
 def _steps(small: SmallModel, global_batch_size: int) -> list[list[Row]]:
