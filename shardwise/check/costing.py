@@ -97,6 +97,7 @@ def model_costs(
     degrees: Sequence[int] | None = DEGREES,
     name: str = "",
     tell: Callable[[str], None] = lambda _: None,
+    attention: str | None = None,
 ) -> ModelCosts:
     """The costs of the model in ``folder``.
 
@@ -105,12 +106,13 @@ def model_costs(
             ``DEGREES`` that the model's numbers allow.
         name: of the model in the answer; empty: the folder's.
         tell: is called with what is being done, before it takes seconds.
+        attention: ``sdpa`` or ``eager``; None: the first of them that the model has.
 
     Raises:
         ConfigError: transformers cannot build the model.
         PlanError: it has no blocks, embedding or head that can be told.
     """
-    model = build_on_meta(folder, None, torch.bfloat16)
+    model = build_on_meta(folder, attention, torch.bfloat16)
     structure = find_structure(model)
     spec = describe_sizes(model, structure, folder)
     tables, rules = _tables(model, spec, _usual_degrees(spec) if degrees is None else degrees, cache, tell)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.spec.described import COSTS, SIZES, DescriptionCache, description_folder
+from shardwise.spec.described import COSTS, EAGER_COSTS, SIZES, DescriptionCache, description_folder
 from shardwise.spec.model import check_config, hash_of, read_config
 
 
@@ -25,9 +25,11 @@ def main(arguments: Sequence[str], cache: DescriptionCache) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardwise.launch.describe", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--costs", action="store_true", help="what it costs, by kind of block and tensor degree")
+    parser.add_argument("--eager", action="store_true", help="with eager attention")
     given = parser.parse_args(arguments)
+    kind = SIZES if not given.costs else EAGER_COSTS if given.eager else COSTS
     try:
-        print(json.dumps(_answer(given.folder, COSTS if given.costs else SIZES, cache)))
+        print(json.dumps(_answer(given.folder, kind, cache)))
     except ShardwiseError as error:
         refused = {"kind": type(error).__name__, "value": error.value, "rule": error.rule, "remedy": error.remedy}
         print(json.dumps({"refused": refused}))
@@ -38,10 +40,10 @@ def main(arguments: Sequence[str], cache: DescriptionCache) -> int:
 def _answer(folder: Path, kind: str, cache: DescriptionCache) -> dict[str, Any]:
     model_hash = hash_of(read_config(folder / "config.json")[1])
     # Sizes are asked for where the cache has none that can be read.
-    answer = cache.find(model_hash, kind) if kind == COSTS else None
+    answer = cache.find(model_hash, kind) if kind != SIZES else None
     if answer is None:
         logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
-        answer = _costs(folder, cache) if kind == COSTS else _sizes(folder)
+        answer = _sizes(folder) if kind == SIZES else _costs(folder, cache, "eager" if kind == EAGER_COSTS else None)
         cache.keep(model_hash, kind, answer)
     return answer
 
@@ -52,13 +54,13 @@ def _sizes(folder: Path) -> dict[str, Any]:
     return describe_folder(folder).to_json()
 
 
-def _costs(folder: Path, cache: DescriptionCache) -> dict[str, Any]:
+def _costs(folder: Path, cache: DescriptionCache, attention: str | None) -> dict[str, Any]:
     from shardwise.check.costing import model_costs
     from shardwise.tensor.cache import TableCache
 
     check_config(folder)
     tables = None if cache.folder is None else cache.folder.with_name("tables")
-    return model_costs(folder, TableCache(tables), None).to_json()
+    return model_costs(folder, TableCache(tables), None, attention=attention).to_json()
 
 
 if __name__ == "__main__":

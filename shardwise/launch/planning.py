@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.describing import costs_of, model_of
 from shardwise.launch.hub import locate_model
 from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
+from shardwise.launch.row_length import row_length
 from shardwise.planner.adapters import ALL_LINEAR, Lora, adapted
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
@@ -30,7 +31,6 @@ from shardwise.spec.run import LoraConfig, RunConfig, TrainConfig
 
 _STEP_TOKENS = 4 * 2**20  # of an optimizer step, where no batch is given
 _LEAST_ROWS = 8
-_MOST_TOKENS = 4096  # of a row, where no length is given
 _FREE = ("gradient_aggregation_group", "plan")  # fields of a strategy that no degree depends on
 
 
@@ -54,20 +54,26 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     model, costs = _described(run, environ)
     here = run.cluster == AUTO
     cluster = measured_cluster(run.devices, environ) if here else find_cluster(run.cluster)
-    sequence = sequence_of(run, model)
+    length = row_length(run, model.max_position_embeddings)
+    sequence = length.tokens
     work = on_cluster(work_of(sequence, run.train.precision or default_precision(cluster), run.train), cluster)
     work = replace(work, packed=run.data.packing)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
     own = memory_share(run.devices) if here else 0.0
     limit = own if memory is None else parse_bytes("--memory", memory)
     costs, fixed = trained(run, costs), fixed_fields(run)
-    return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves=not run.train.compile)
+    halves = not run.train.compile
+    told = length.source
+    return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves, sequence_from=told)
 
 
 def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, ModelCosts]:
     """Sizes and costs of a well-known model, or of the one in a folder."""
     known = known_models()
     if run.model in known:
+        if run.attn_implementation == "eager":
+            rule = f"the costs of the well-known {run.model} are those of sdpa"
+            raise ConfigError("attn_implementation = 'eager'", rule, "Leave it out, or give a folder with config.json")
         return known_costs(run.model)
     try:
         models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
@@ -78,16 +84,18 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
             raise
         raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
     model = model_of(folder, environ)
-    return model, folder_costs(folder, model, environ)
+    return model, folder_costs(folder, model, environ, run.attn_implementation)
 
 
-def folder_costs(folder: Path, model: ModelSpec, environ: Mapping[str, str]) -> ModelCosts:
-    """What the model in a folder costs on our runtime: known from before, or traced in a child.
+def folder_costs(
+    folder: Path, model: ModelSpec, environ: Mapping[str, str], attention: str | None = None
+) -> ModelCosts:
+    """What the model in a folder costs on our runtime, with this attention: known from before, or traced in a child.
 
     Raises:
         ShardwiseError: as :func:`shardwise.launch.describing.costs_of`.
     """
-    return with_degrees(costs_of(folder, environ), model)
+    return with_degrees(costs_of(folder, environ, attention), model)
 
 
 def find_cluster(name: str) -> ClusterSpec:
@@ -124,11 +132,6 @@ def refuse_accumulation(run: RunConfig) -> None:
             "the batch would depend on the plan that is looked for",
             "Give train.global_batch_size, or leave cluster out",
         )
-
-
-def sequence_of(run: RunConfig, model: ModelSpec) -> int:
-    """Tokens of a row to plan for."""
-    return run.data.max_length or min(_MOST_TOKENS, model.max_position_embeddings)
 
 
 def fixed_fields(run: RunConfig) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def answer(job: Job, found: Found) -> dict[str, Any]:
         "devices": job.devices,
         "global_batch_size": job.rows,
         "sequence_length": job.work.sequence,
+        "sequence_length_from": job.sequence_from,
         "precision": job.work.precision,
         "memory_limit_bytes": job.limit_bytes,
         "memory_of": MEMORY_OF,

@@ -29,6 +29,7 @@ class Job:
         memory_bytes: of a device; 0: what the profile says.
         halves: backward passes can run in two halves (not those of compiled blocks).
         all_devices: no fewer than ``devices`` are used.
+        sequence_from: where the number of tokens of a row is from; empty: it was given.
     """
 
     model: ModelSpec
@@ -41,6 +42,7 @@ class Job:
     memory_bytes: float = 0.0
     halves: bool = True
     all_devices: bool = False
+    sequence_from: str = ""
 
     @property
     def limit_bytes(self) -> float:

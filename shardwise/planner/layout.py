@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.spec.block import RecomputeLevel
@@ -62,6 +62,28 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class HostWork:
+    """What the host does around kernels where nothing runs beside it, in times of the chip's least operator.
+
+    Args:
+        product: of a matrix product inside a step, in times of what it takes alone.
+        mapped: of a byte of memory that the system maps anew, in times of writing it.
+        collective: of a collective of the tensor ranks, beside its traffic.
+        gather: of gathering the weights of one unit of FSDP2, ``reduction`` of summing its gradients.
+        stage_pass: of one pass of a pipeline stage, forward or backward: what it is sent, and what it sends.
+        deferred: of one weight whose gradient comes in the second half of a backward pass.
+    """
+
+    product: float = 1.0
+    mapped: float = 0.0
+    collective: float = 0.0
+    gather: float = 0.0
+    reduction: float = 0.0
+    stage_pass: float = 0.0
+    deferred: float = 0.0
+
+
+@dataclass(frozen=True)
 class Work:
     """What is computed in which precision, and how the software goes about it.
 
@@ -90,6 +112,7 @@ class Work:
         ours: it runs on our runtime, which shares out by FSDP2 (:mod:`shardwise.planner.state`), sums gradients once a
             step, and keeps logits beside the scores of the loss.
         packed: rows lie one behind the other, and each block's attention keeps a mask.
+        host: what Python takes (:mod:`shardwise.planner.host`).
     """
 
     sequence: int
@@ -116,3 +139,4 @@ class Work:
     host_bytes: float = 0.0
     ours: bool = False
     packed: bool = False
+    host: HostWork = field(default_factory=HostWork)

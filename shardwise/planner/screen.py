@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from shardwise.planner.bounds import held_inverses
 from shardwise.planner.buffers import communicator_bytes
 from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
-from shardwise.planner.halves import waiting_bytes, waiting_seconds
+from shardwise.planner.halves import deferred_seconds, waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
+from shardwise.planner.memory import (
+    block_heap_bytes,
+    other_heap_bytes,
+    saved_bytes,
+    slack_share,
+    workspace_bytes,
+)
 from shardwise.planner.parts import Placed, tied_copy
 from shardwise.planner.space import (
     MOST_VIRTUAL,
@@ -182,7 +188,9 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
     need, share = _memory(job, layout, rows, rates, number)
     again = rates.again * share
     blocks = job.costs.num_blocks / rows["pp"]
-    forward, backward = rates.forward, rates.backward + again
+    forward = rates.forward
+    backward = rates.backward + again + rows["halves"] * _deferred_seconds(job)
+    passes = 2 * rows["v"] * (rows["pp"] > 1) * job.work.host.stage_pass * job.cluster.chip.kernel_seconds
     held = _average_parts(job, layout, rows)
     sums: Any = 0.0
     if layout.zero == 3:
@@ -197,8 +205,8 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
         if layout.zero != 3:
             sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
     block = forward + backward
-    everything = job.costs.num_blocks * block + rates.first + rates.last
-    slowest = _slowest_stage(job, rows, block, rates)
+    everything = job.costs.num_blocks * block + rates.first + rates.last + rows["pp"] * passes
+    slowest = _slowest_stage(job, rows, block, rates) + passes
     hop = _hop_seconds(job, layout, rows) * (rows["pp"] > 1)
     fill = (everything - slowest) * (rows["pp"] - 1) / rows["pp"] / rows["v"] + 2 * (rows["pp"] - 1) * hop
     # ZB-H1: second halves, which fill the end of the step, are no part of what others wait for.
@@ -294,27 +302,11 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
         return 1.0
     pp, blocks = rows["pp"], job.costs.num_blocks
     even = not job.fixed.get("stages") and len(set(job.costs.order)) == 1
-    inverses = _inverses(blocks, even)[np.minimum(rows["v"], MOST_VIRTUAL) - 1, pp]
+    inverses = held_inverses(blocks, MOST_VIRTUAL, even)[np.minimum(rows["v"], MOST_VIRTUAL) - 1, pp]
     state = sum(times * _state_bytes(job, layout, [part]) for part, times, _ in held)
     spare = job.limit_bytes * inverses - state - blocks * rates.saved
     gain = blocks * (rates.saved_all - rates.saved)
     return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
-
-
-@cache
-def _inverses(most: int, even: bool) -> np.ndarray:
-    """The sums of :func:`_least_recomputed` by stages of a rank and number of ranks; ``even``: cuts are."""
-
-    def held(pp: int, virtual: int, later: int) -> float:
-        """Micro-batches of a rank that ``later`` others follow."""
-        if virtual == 1:
-            return later + 1
-        last = min(pp, 2 * later + 1)
-        return ((virtual - 1) * pp + last) / virtual if even else last
-
-    return np.array(
-        [[sum(1 / held(pp, v, r) for r in range(pp)) for pp in range(most + 1)] for v in range(1, MOST_VIRTUAL + 1)]
-    )
 
 
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
@@ -380,6 +372,10 @@ def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
     return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
 
 
+def _heap_bytes(job: Job, layout: Layout, kind: PartCosts) -> Any:
+    return block_heap_bytes(kind, layout.recompute, layout, job.work)
+
+
 def _gathered_bytes(job: Job, layout: Layout) -> Any:
     """What comes and goes with the traffic of the data ranks, on a rank that has both ends or the larger one."""
     copies = [tied_copy(job.costs)] if job.costs.tied else []
@@ -414,11 +410,13 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    slack = 1 + slack_share(job.work, layout)
+    state = state + sum(times * _heap_bytes(job, layout, kind) for kind, times in _kinds(job)) / num_blocks
+    slack = 1 + slack_share(job.work)
     gathered = _gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
     if job.work.counted == "device":
         base = base + communicator_bytes(layout, job.cluster)
+    base = base + other_heap_bytes(rates.workspace, layout, job.work)
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
     first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
@@ -445,6 +443,12 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     return need, share
 
 
+def _deferred_seconds(job: Job) -> float:
+    """Of an average block, as :mod:`shardwise.planner.cost` has it."""
+    seconds = sum(times * deferred_seconds(kind, job.work, job.cluster) for kind, times in _kinds(job))
+    return seconds / job.costs.num_blocks
+
+
 def _slowest_stage(job: Job, rows: Columns, block: Any, rates: _Rates) -> Any:
     """Seconds of the slowest rank for a micro-batch, with whole blocks in a stage."""
     pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
@@ -469,8 +473,7 @@ def _hop_seconds(job: Job, layout: Layout, rows: Columns) -> Any:
     seconds: Any = np.zeros(len(stride))
     for link in reversed(job.cluster.links):
         within = stride < link.devices if link.devices else np.ones(len(stride), dtype=bool)
-        bandwidth = (link.pair_bandwidth or link.bandwidth) * link.efficiency
-        seconds = np.where(within, link.latency + size / bandwidth, seconds)
+        seconds = np.where(within, link.send_seconds(size), seconds)
     return seconds
 
 

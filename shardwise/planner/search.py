@@ -132,7 +132,7 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     else a strategy says of a step, at last in anything.
     """
     unique = {plan.candidate: plan for plan in plans}
-    ranked = sorted(unique.values(), key=lambda plan: (plan.step_seconds, plan.estimate.memory_bytes))
+    ranked = sorted(unique.values(), key=_rank)
     kept: list[Planned] = []
     kinds: tuple[Callable[[Candidate], Hashable], ...] = (_spread, _degrees, _manner, lambda candidate: candidate)
     for kind in kinds:
@@ -148,6 +148,16 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
 
 def _spread(candidate: Candidate) -> Hashable:
     return candidate.pp, candidate.dp * candidate.cp, candidate.tp, candidate.ep
+
+
+def _rank(plan: Planned) -> tuple[float, int, bool, float]:
+    """What comes first: the faster; of those equal to six digits the simpler pipeline, then what needs less memory.
+
+    Where processes share cores a bubble costs nothing, and many schedules are predicted alike.
+    """
+    candidate = plan.candidate
+    seconds = float(f"{plan.step_seconds:.5e}")
+    return seconds, candidate.virtual_stages, candidate.schedule != "1f1b", plan.estimate.memory_bytes
 
 
 def _degrees(candidate: Candidate) -> Hashable:

@@ -31,7 +31,8 @@ def show_plans(job: Job, found: Found, console: Console) -> None:
     show_line(console, "model", f"{job.costs.name}, {size} parameters, {job.costs.num_blocks} blocks")
     limit = format_bytes(job.limit_bytes)
     show_line(console, "cluster", f"{job.devices} x {job.cluster.name}, {limit} of each to fill")
-    rows = f"{job.rows} rows of {job.work.sequence} tokens a step, {job.work.precision}"
+    source = f" ({job.sequence_from})" if job.sequence_from else ""
+    rows = f"{job.rows} rows of {job.work.sequence} tokens{source} a step, {job.work.precision}"
     show_line(console, "work", rows)
     show_line(console, "memory", f"that of {MEMORY_OF}")
     console.print(_table(job, found))

@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# The kinds of description: a ModelSpec, and ModelCosts.
-SIZES, COSTS = "sizes", "costs"
+# The kinds of description: a ModelSpec, and ModelCosts, with the attention that a model has first or the eager one.
+SIZES, COSTS, EAGER_COSTS = "sizes", "costs", "eager costs"
 _ROOMS = ("check", "models", "parallel", "spec", "tensor")  # the code that describes
 
 

@@ -75,6 +75,23 @@ def test_a_head_width_of_its_own() -> None:
     assert small.hidden_size < small.num_attention_heads * small.head_dim
 
 
+def test_states_are_not_as_wide_as_heads_by_accident() -> None:
+    """Parts of a fused weight are told by their sizes: 64 inner features and 32 of states were 32 and 32."""
+    small = small_of("mamba2", hidden_size=32, num_heads=8, head_dim=8, n_groups=2, state_size=16)
+    inner = small.num_heads * small.head_dim
+    assert inner == small.expand * small.hidden_size
+    assert inner not in (small.state_size, small.n_groups * small.state_size)
+    alike = small_of("mamba2", hidden_size=32, num_heads=8, head_dim=8, n_groups=2, state_size=32)
+    assert alike.n_groups * alike.state_size == alike.num_heads * alike.head_dim
+
+
+def test_a_wider_copy() -> None:
+    narrow, wide = (shrink(CONFIG_MAPPING["qwen3"](), scale=scale) for scale in (1, 2))
+    assert wide.hidden_size == 2 * narrow.hidden_size
+    assert wide.intermediate_size != narrow.intermediate_size
+    assert (wide.num_hidden_layers, wide.num_attention_heads) == (narrow.num_hidden_layers, narrow.num_attention_heads)
+
+
 def test_two_blocks_of_each_kind() -> None:
     dense_and_sparse = small_of("deepseek_v3", num_hidden_layers=61, first_k_dense_replace=3)
     model = build_small(dense_and_sparse)

@@ -259,6 +259,15 @@ def test_more_memory_faster_links_or_more_devices_are_never_slower(
     assert step(replace(wanted, devices=devices + more)) <= before
 
 
+def test_schedules_that_last_as_long_give_way_to_the_simplest() -> None:
+    """On shared cores no bubble costs anything, so nothing but order decides between the schedules of one cut."""
+    wanted = job("tiny", devices=3, rows=12, pp=3, micro_batch_size=1)
+    shared = replace(wanted, cluster=replace(wanted.cluster, chip=replace(wanted.cluster.chip, shared=3.0)))
+    first = search(shared).plans[0].candidate
+    assert (first.schedule, first.virtual_stages) == ("1f1b", 1)
+    assert search(wanted).plans[0].candidate.schedule != "1f1b"  # with a core for each rank the bubble counts
+
+
 def test_the_table_shows_plans_that_differ_and_counts_each_rejection_once() -> None:
     wanted = job("tiny", devices=12, rows=24)
     found = search(wanted)
