@@ -21,6 +21,8 @@ from shardwise.models.structure import find_structure
 from shardwise.parallel.tensor import proven_table
 from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.tensor.cache import TableCache
+from shardwise.tensor.find import find_tables
+from shardwise.tensor.table import ShardingTable
 
 _LENGTHS = (3, 12)  # of rows, both included
 _BLOCKS_PER_KIND = 2
@@ -38,12 +40,14 @@ class SmallModel:
         adapters: of the copy, None where all of it trains.
         num_blocks: its decoder layers.
         notes: what of the user's model the copy leaves out.
+        table: what ``strategy.tp_whole`` leads to at the true sizes, for the copy; None: it finds its own.
     """
 
     config: Any
     adapters: Adapters | None
     num_blocks: int
     notes: tuple[str, ...]
+    table: ShardingTable | None = None
 
 
 def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, tables: TableCache) -> SmallModel:
@@ -62,7 +66,7 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     real = build_on_meta(Path(run.model), run.attn_implementation)
     find_structure(real)
     if true_degree > 1:
-        proven_table(real, true_degree, tables)
+        proven_table(real, true_degree, tables, whole=run.strategy.tp_whole)
     lora = None if run.lora is None else _short_lora(run.lora, find_adapters(real, run.lora))
     num_blocks = max(_BLOCKS_PER_KIND, num_stages)
     config, notes = _without_chance(shrink(real.config, degree=degree, num_blocks_per_kind=num_blocks))
@@ -72,7 +76,11 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
         notes.append("packing (data.packing): rows are compared one by one")
     small = build_meta(config, torch.float32)
     adapters = None if lora is None else find_adapters(small, lora)
-    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes))
+    table = None
+    if run.strategy.tp_whole is not None and degree > 1:
+        sequence, whole = run.strategy.sequence_parallel, run.strategy.tp_whole
+        table = find_tables(real, build_small(config), degree, sequence=sequence, whole=whole)[1]
+    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes), table)
 
 
 def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:

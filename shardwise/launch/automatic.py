@@ -97,7 +97,7 @@ def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
 
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
     train, here = run.train, _is_here(run)
-    costs = trained(run, folder_costs(folder, model, os.environ))
+    costs = trained(run, folder_costs(folder, model, os.environ, run.strategy.tp_whole))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
     work = on_cluster(work_of(row_tokens(run, model.max_position_embeddings), precision, train), cluster)
     work = replace(work, packed=run.data.packing)
@@ -127,8 +127,8 @@ def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
     say(f"predicted: {first.step_seconds:.3g} s a step of rows of {job.work.sequence} tokens, {memory} a device")
     for sentence in why(job, found):
         say(f"why: {sentence}")
-    groups = run.strategy.gradient_aggregation_group
-    strategy = StrategyConfig(**first.candidate.fields(), gradient_aggregation_group=groups)
+    others = {name: getattr(run.strategy, name) for name in ("gradient_aggregation_group", "tp_whole")}
+    strategy = StrategyConfig(**first.candidate.fields(), **others)
     update: dict[str, Any] = {"strategy": strategy, "devices": first.candidate.devices}
     if _is_here(run):
         update["train"] = run.train.model_copy(update={"global_batch_size": job.rows})

@@ -68,6 +68,10 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
     """Sizes and costs of a well-known model, or of the one in a folder."""
     known = known_models()
     if run.model in known:
+        if run.strategy.tp_whole is not None:
+            rule = f"the costs of the well-known {run.model} are those of its first tables alone"
+            value = f"strategy.tp_whole = {run.strategy.tp_whole}"
+            raise ConfigError(value, rule, "Give the model's folder, or leave it out")
         return known_costs(run.model)
     try:
         models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
@@ -78,16 +82,19 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
             raise
         raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
     model = model_of(folder, environ)
-    return model, folder_costs(folder, model, environ)
+    return model, folder_costs(folder, model, environ, run.strategy.tp_whole)
 
 
-def folder_costs(folder: Path, model: ModelSpec, environ: Mapping[str, str]) -> ModelCosts:
+def folder_costs(folder: Path, model: ModelSpec, environ: Mapping[str, str], whole: float | None = None) -> ModelCosts:
     """What the model in a folder costs on our runtime: known from before, or traced in a child.
+
+    Args:
+        whole: ``strategy.tp_whole``, which chooses the tables.
 
     Raises:
         ShardwiseError: as :func:`shardwise.launch.describing.costs_of`.
     """
-    return with_degrees(costs_of(folder, environ), model)
+    return with_degrees(costs_of(folder, environ, whole), model)
 
 
 def find_cluster(name: str) -> ClusterSpec:
@@ -241,7 +248,8 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
     best = next((plan.candidate for plan in found.plans if not plan.not_runnable), None)
     if best is None:
         return None
-    return Plan(job.model, best.strategy(), job.rows, device_type(job.cluster))
+    strategy = replace(best.strategy(), tp_whole=job.fixed.get("tp_whole"))
+    return Plan(job.model, strategy, job.rows, device_type(job.cluster))
 
 
 def device_type(cluster: ClusterSpec) -> DeviceType:

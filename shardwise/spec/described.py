@@ -23,6 +23,11 @@ SIZES, COSTS = "sizes", "costs"
 _ROOMS = ("check", "models", "parallel", "spec", "tensor")  # the code that describes
 
 
+def costs_kind(whole: float | None) -> str:
+    """The kind of description of costs whose tables leave at most a share of the blocks whole; None: the first ones."""
+    return COSTS if whole is None else f"{COSTS} within {whole!r}"
+
+
 def description_folder(environ: Mapping[str, str]) -> Path | None:
     """``shardwise/models`` in the user's cache; None for a user without a home."""
     base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
