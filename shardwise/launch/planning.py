@@ -16,11 +16,11 @@ from shardwise.launch.describing import costs_of, model_of
 from shardwise.launch.hub import locate_model
 from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
 from shardwise.launch.row_length import row_length
+from shardwise.planner.adapters import ALL_LINEAR, Lora, adapted
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Work
-from shardwise.planner.parts import frozen
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster
@@ -28,7 +28,7 @@ from shardwise.spec.described import FIRST_MANNER, Manner
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig, TrainConfig
+from shardwise.spec.run import LoraConfig, RunConfig, TrainConfig
 
 _STEP_TOKENS = 4 * 2**20  # of an optimizer step, where no batch is given
 _LEAST_ROWS = 8
@@ -170,8 +170,18 @@ def work_of(sequence: int, precision: str, train: TrainConfig) -> Work:
 
 
 def trained(run: RunConfig, costs: ModelCosts) -> ModelCosts:
-    """The model with what the run trains of it: with LoRA its adapters alone."""
-    return frozen(costs) if run.use_lora or run.lora is not None else costs
+    """The model with what the run trains of it: with LoRA its adapters, and the modules that train whole.
+
+    Raises:
+        ConfigError: a target that is no linear layer of the model.
+    """
+    if not run.use_lora and run.lora is None:
+        return costs
+    lora = run.lora or LoraConfig()
+    wanted = lora.target_modules
+    everything = wanted is None or (isinstance(wanted, str) and wanted.lower() == ALL_LINEAR)
+    targets = ALL_LINEAR if everything or wanted is None else wanted
+    return adapted(costs, Lora(lora.r, targets, lora.modules_to_save))
 
 
 def save_plan(job: Job, found: Found, path: Path) -> str:
@@ -195,8 +205,10 @@ def check_outputs(plan: Path, page: Path | None) -> None:
     """Refuse paths that a plan and its page cannot be written to, before the search.
 
     Raises:
-        ConfigError: a path holds another file, or its folder cannot be written to.
+        ConfigError: both are one file, a path holds another file, or its folder cannot be written to.
     """
+    if page is not None and page.resolve() == plan.resolve():
+        raise ConfigError(f"--html {page}", "is where the plan is written (--output)", "Name another file")
     for option, path in (("--output", plan), ("--html", page)):
         if path is None:
             continue
