@@ -115,7 +115,7 @@ def compare_rank(
     mesh = build_mesh(strategy, torch.device("cpu"))
     with precision(want.dtype):
         whole = build_meta(small.config, want.dtype)
-        model, table = parallelize(whole, mesh, small.adapters, run.train.seed, tables=tables)
+        model, table = parallelize(whole, mesh, small.adapters, run.train.seed, tables=tables, given=small.table)
         for shard in model.shards:
             shard.data.copy_(take(want.state[shard.layout.source], shard.layout))
         batches = _loader(small, mesh, global_batch_size).batches()

@@ -24,6 +24,7 @@ from shardwise.planner.layout import Work
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster
+from shardwise.spec.described import FIRST_MANNER, Manner
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
@@ -74,6 +75,10 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
         if run.attn_implementation == "eager":
             rule = f"the costs of the well-known {run.model} are those of sdpa"
             raise ConfigError("attn_implementation = 'eager'", rule, "Leave it out, or give a folder with config.json")
+        if run.strategy.tp_whole is not None:
+            rule = f"the costs of the well-known {run.model} are those of its first tables alone"
+            value = f"strategy.tp_whole = {run.strategy.tp_whole}"
+            raise ConfigError(value, rule, "Give the model's folder, or leave it out")
         return known_costs(run.model)
     try:
         models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
@@ -84,18 +89,23 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
             raise
         raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
     model = model_of(folder, environ)
-    return model, folder_costs(folder, model, environ, run.attn_implementation)
+    return model, folder_costs(folder, model, environ, manner_of(run))
+
+
+def manner_of(run: RunConfig) -> Manner:
+    """What of a run the costs of its model depend on; attention other than eager is what a model has that has both."""
+    return Manner(run.attn_implementation == "eager", run.strategy.tp_whole)
 
 
 def folder_costs(
-    folder: Path, model: ModelSpec, environ: Mapping[str, str], attention: str | None = None
+    folder: Path, model: ModelSpec, environ: Mapping[str, str], manner: Manner = FIRST_MANNER
 ) -> ModelCosts:
-    """What the model in a folder costs on our runtime, with this attention: known from before, or traced in a child.
+    """What the model in a folder costs on our runtime: known from before, or traced in a child.
 
     Raises:
         ShardwiseError: as :func:`shardwise.launch.describing.costs_of`.
     """
-    return with_degrees(costs_of(folder, environ, attention), model)
+    return with_degrees(costs_of(folder, environ, manner), model)
 
 
 def find_cluster(name: str) -> ClusterSpec:
@@ -256,7 +266,8 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
     best = next((plan.candidate for plan in found.plans if not plan.not_runnable), None)
     if best is None:
         return None
-    return Plan(job.model, best.strategy(), job.rows, device_type(job.cluster))
+    strategy = replace(best.strategy(), tp_whole=job.fixed.get("tp_whole"))
+    return Plan(job.model, strategy, job.rows, device_type(job.cluster))
 
 
 def device_type(cluster: ClusterSpec) -> DeviceType:

@@ -414,9 +414,9 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     slack = 1 + slack_share(job.work)
     gathered = _gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
+    base = base + other_heap_bytes(rates.workspace, layout, job.work)
     if job.work.counted == "device":
         base = base + communicator_bytes(layout, job.cluster)
-    base = base + other_heap_bytes(rates.workspace, layout, job.work)
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
     first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)

@@ -146,10 +146,6 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     return kept if runnable is None or runnable in kept else [*kept, runnable]
 
 
-def _spread(candidate: Candidate) -> Hashable:
-    return candidate.pp, candidate.dp * candidate.cp, candidate.tp, candidate.ep
-
-
 def _rank(plan: Planned) -> tuple[float, int, bool, float]:
     """What comes first: the faster; of those equal to six digits the simpler pipeline, then what needs less memory.
 
@@ -158,6 +154,10 @@ def _rank(plan: Planned) -> tuple[float, int, bool, float]:
     candidate = plan.candidate
     seconds = float(f"{plan.step_seconds:.5e}")
     return seconds, candidate.virtual_stages, candidate.schedule != "1f1b", plan.estimate.memory_bytes
+
+
+def _spread(candidate: Candidate) -> Hashable:
+    return candidate.pp, candidate.dp * candidate.cp, candidate.tp, candidate.ep
 
 
 def _degrees(candidate: Candidate) -> Hashable:

@@ -206,6 +206,16 @@ def _check_schedule(run: RunConfig) -> None:
     )
 
 
+def _check_tables(run: RunConfig) -> None:
+    strategy = run.strategy
+    _refuse(
+        strategy.tp_whole is None or strategy.plan is not None or (strategy.tp or 1) > 1,
+        f"strategy.tp_whole = {strategy.tp_whole}",
+        f"chooses how a block is split over the tensor ranks, and strategy.tp is {strategy.tp or 'not given'}",
+        "Give strategy.tp=2 or more, or leave it out",
+    )
+
+
 def _check_length(run: RunConfig) -> None:
     epochs, steps = run.train.epochs, run.train.max_steps
     _refuse(
@@ -432,6 +442,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_schedule, _check_length, _check_packing, _check_optimizer),
+    *(_check_available, _check_batch, _check_schedule, _check_tables, _check_length, _check_packing, _check_optimizer),
     *(_check_compile, _check_save, _check_data, _check_eval, _check_lora, _check_log),
 )

@@ -138,6 +138,7 @@ class StrategyConfig(_Section):
     cp: PositiveInt | None = None
     ep: PositiveInt | None = None
     sequence_parallel: bool = False
+    tp_whole: float | None = Field(default=None, ge=0.0, le=1.0)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     virtual_stages: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None

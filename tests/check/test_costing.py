@@ -93,6 +93,20 @@ def test_collectives_are_those_that_the_table_counts(folder: Path, llama: ModelC
         assert sequence == {"all_gather": (2, 2), "reduce_scatter": (2, 2)}
 
 
+@pytest.mark.slow
+def test_attention_that_stays_whole_is_computed_on_every_rank(folder: Path, llama: ModelCosts) -> None:
+    costs = model_costs(folder, TableCache(folder / "tables"), (1, 2), whole=0.41)
+    (block,), (first,) = costs.kinds, llama.kinds
+    assert block.attention is not None
+    assert first.attention is not None
+    assert (block.attention.split, first.attention.split) == (False, True)
+    assert {p.name for p in block.products if p.split == "none"} == {f"self_attn.{n}_proj" for n in "qkvo"}
+    assert block.parameters.whole == first.parameters.whole + 2 * 64 * 64 + 2 * 64 * 32
+    assert block.parameters.total == first.parameters.total
+    sent, every = (sum(c.forward + c.backward for c in one.degree(2).collectives) for one in (block, first))
+    assert 2 * sent == every
+
+
 def _bytes(amount: Amount, size: int, length: int) -> float:
     elements = amount.split + amount.whole + amount.expert + amount.split_growing * length
     fixed = amount.split_bytes + amount.whole_bytes + amount.expert_bytes + amount.split_growing_bytes * length
