@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LOCAL = "127.0.0.1"  # the number, not the name: no name service and no IPv6 is needed
 _SHUTDOWN_SECONDS = 5
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 3.0  # how long ranks may take to end by themselves when one has
 _OTHERS_SECONDS = 5.0  # that workers have to notice by themselves that those of another machine have failed
 _POLL_SECONDS = 0.1
 

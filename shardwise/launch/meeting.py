@@ -1,12 +1,12 @@
 """How the launchers of several machines find each other before they start workers. Imports torch.
 
 Torch's static rendezvous knows which machine is which, but waits where no signal reaches it. This one waits in short
-steps, looks for a signal between them, says whom it waits for, and compares what the machines were told to run.
+steps, looks for a signal between them, says whom it waits for, and compares what the machines were told to run. While
+machine 0 prepares data it is waited for as long as it gets on.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.beacon import preparing_rows
 from shardwise.launch.machines import Machines
 from shardwise.launch.place import Nodes
 from shardwise.log import say
@@ -56,6 +57,8 @@ class Meeting(StaticTCPRendezvous):
         super().__init__(host, int(port), nodes.rank, nodes.count, _RUN_ID, int(_LIMIT_SECONDS))
         self._nodes, self._told, self._interrupted = nodes, told, interrupted
         self._machines, self._attempt = machines or Machines(), attempt
+        self._prepared: int | None = None  # rows of machine 0, as it last said
+        self._moved = 0.0  # when that changed
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all machines are here.
@@ -113,16 +116,20 @@ class Meeting(StaticTCPRendezvous):
     def _answers(self) -> bool:
         """Whether machine 0 is there; a store would fill the terminal with traces while it is not."""
         try:
-            socket.create_connection((self.master_addr, self.master_port), _CONNECT_SECONDS).close()
+            rows = preparing_rows(self.master_addr, self.master_port, _CONNECT_SECONDS)
         except OSError:
             return False
-        return True
+        if rows is not None and rows != self._prepared:
+            if self._prepared is None:
+                say("machine 0 prepares its data")
+            self._prepared, self._moved = rows, time.monotonic()
+        return rows is None
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Until no machine is missing."""
         start, told = time.monotonic(), False
         while absent := missing():
-            waited = time.monotonic() - start
+            waited = time.monotonic() - max(start, self._moved)
             if self._interrupted():
                 raise InterruptedMeetingError
             names = ", ".join(map(str, absent))

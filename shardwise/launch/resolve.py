@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.alive import VISIBLE
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.describing import model_of
-from shardwise.launch.hub import locate_model
+from shardwise.launch.hub import locate_model, locate_rows
 from shardwise.launch.lock import claim
 from shardwise.launch.nodes import local_processes, nodes_of
 from shardwise.launch.paths import check_path, is_path, local_path
@@ -31,7 +31,7 @@ from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
-from shardwise.spec.run import LoraConfig, RunConfig, data_sources, dump_run, tracker_names
+from shardwise.spec.run import LoraConfig, RunConfig, Sources, data_sources, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text
 from shardwise.train.identity import check_resume
@@ -82,6 +82,7 @@ def prepare(
     device, local = _devices(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)
     run = locate_tokenizer(run)
     if command == "train":
+        run = locate_data(run, in_memory)
         check_data(run, in_memory)
         if not own_output:
             check_output(run, folder, nodes)
@@ -225,6 +226,29 @@ def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False) -> Path:
         rule = f"cannot be written to ({error.strerror})"
         raise ConfigError(f"output_dir = {run.output_dir!r}", rule, "Make room, or name another folder") from None
     return output_dir
+
+
+def locate_data(run: RunConfig, in_memory: Collection[str] = ()) -> RunConfig:
+    """The run with the paths of its rows, also of those that it names as a data set of a hub.
+
+    Raises:
+        ConfigError: a data set that is found nowhere.
+    """
+    from shardwise.data.prepared import data_folder  # loads numpy, which planning does not need
+
+    models_dir, cache = run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), data_folder(os.environ)
+
+    def found(key: str, given: Sources) -> Sources:
+        paths = {
+            source.path: source.path if source.path in in_memory else locate_rows(key, source.path, models_dir, cache)
+            for source in data_sources(given)
+        }
+        if not isinstance(given, tuple):
+            return given if given is None else paths[given]
+        return tuple(source.model_copy(update={"path": paths[source.path]}) for source in given)
+
+    places = {name: found(f"data.{name}", getattr(run.data, name)) for name in ("train", "eval")}
+    return run.model_copy(update={"data": run.data.model_copy(update=places)})
 
 
 def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:

@@ -27,12 +27,12 @@ from shardwise.errors import ConfigError, LaunchError, SaveError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.heap import keep_freed_pages
-from shardwise.launch.lifeline import die_with_parent
 from shardwise.launch.lock import claim, release_all
 from shardwise.launch.place import DEFAULT_TARGET
 from shardwise.launch.stop import ErrorChannel, StopChannel
 from shardwise.launch.streams import log_path, redirect
 from shardwise.launch.whereabouts import Whereabouts
+from shardwise.lifeline import die_with_parent
 from shardwise.train.context import Restart, WorkerContext, note_nothing
 from shardwise.train.status import Status, finish_status, read_status, write_status
 

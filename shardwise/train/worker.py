@@ -41,7 +41,7 @@ from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.restarts import TellsRestart
 from shardwise.train.saving import TrainState, changes, intact_checkpoint, lora_fingerprint, restore
-from shardwise.train.setup import Blueprint, load_model, make_loader
+from shardwise.train.setup import Blueprint, load_model, make_loader, within_tables
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -122,6 +122,7 @@ def build_parts(
 
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
+    plan = within_tables(plan, blueprint.model)
     if run.data.packing:
         from_rank_0(lambda: check_packing(blueprint.model, _capacity(run, plan)))
     assert run.data.train is not None

@@ -115,12 +115,15 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, before: str, after: s
     assert losses == pytest.approx(want, rel=tolerance.FP32_LOSS)
 
 
+FROM_BF16 = [("tp2-pp2", "dp_shard3"), ("dp_shard3", "dp_replicate2"), ("one", "tp2-dp2")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("tp2-pp2", "dp_shard3"), ("dp_shard3", "dp_replicate2"), ("one", "tp2-dp2")],
+    ("before", "after", "then"),
+    [(*pair, torch.bfloat16) for pair in FROM_BF16]
+    + [(*pair, torch.float32) for pair in (FROM_BF16 if EVERYTHING else FROM_BF16[:1])],
 )
-@pytest.mark.parametrize("then", [torch.bfloat16, torch.float32])
 def test_masters_are_what_a_bf16_run_saves(tmp_path: Path, before: str, after: str, then: torch.dtype) -> None:
     """Bit by bit, with and without FSDP, and for a run that goes on in fp32."""
     model = make_model(tmp_path / "model", "llama-tied")

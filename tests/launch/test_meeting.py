@@ -14,6 +14,7 @@ import pytest
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
+from shardwise.launch.beacon import beacon
 from shardwise.launch.machines import Machines
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
@@ -29,8 +30,8 @@ def free_endpoint() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def meet(machines: list[Meeting]) -> list[object]:
-    """What each machine's meeting gave or raised."""
+def meet(machines: list[Meeting], refused: threading.Event | None = None) -> list[object]:
+    """What each machine's meeting gave or raised; the event says that one has raised."""
     results: list[object] = [None] * len(machines)
 
     def run(place: int) -> None:
@@ -38,12 +39,14 @@ def meet(machines: list[Meeting]) -> list[object]:
             results[place] = machines[place].next_rendezvous()
         except Exception as error:
             results[place] = error
+            if refused is not None:
+                refused.set()
 
     threads = [threading.Thread(target=run, args=(place,)) for place in range(len(machines))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     return results
 
 
@@ -76,9 +79,7 @@ def test_two_machines_with_one_number_are_refused() -> None:
     waiting = machine(endpoint, 0, stop=stop.is_set)
     other = Meeting(Nodes(3, 1, endpoint), "devices = 4", stop.is_set)
     again = Meeting(Nodes(3, 1, endpoint), "devices = 4", stop.is_set)
-    timer = threading.Timer(3.0, stop.set)
-    timer.start()
-    results = meet([waiting, other, again])
+    results = meet([waiting, other, again], stop)  # the others would wait for machine 2
     assert sum(isinstance(result, ConfigError) and "node_rank = 1" in str(result) for result in results) == 1
 
 
@@ -91,7 +92,7 @@ def test_a_signal_ends_the_waiting_and_it_is_said_who_is_missing(
     start = time.monotonic()
     with pytest.raises(InterruptedMeetingError):
         machine(free_endpoint(), rank, stop=lambda: time.monotonic() - start > 1.0).next_rendezvous()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60, "not the ten minutes of one who is not stopped"
     assert capsys.readouterr().err.count(f"waiting for machine {1 - rank} at 127.0.0.1") == 1
 
 
@@ -99,6 +100,28 @@ def test_a_machine_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(meeting, "_LIMIT_SECONDS", 0.5)
     with pytest.raises(LaunchError, match="machine 1 has not come within 0 s"):
         machine(free_endpoint(), 0).next_rendezvous()
+
+
+def test_a_machine_that_prepares_is_waited_for_as_long_as_it_gets_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_LIMIT_SECONDS", 1.5)
+    endpoint = free_endpoint()
+    results: list[object] = []
+    waiting = threading.Thread(target=lambda: results.extend(meet([machine(endpoint, 1)])))
+    with beacon(Nodes(2, 0, endpoint)) as counted:
+        waiting.start()
+        for rows in range(30):
+            counted(rows)
+            time.sleep(0.1)
+        assert waiting.is_alive()
+    first = machine(endpoint, 0).next_rendezvous()
+    waiting.join(10)
+    assert first.world_size == results[0].world_size == 2  # type: ignore[attr-defined]
+    assert "machine 0 prepares its data" in capsys.readouterr().err
+    endpoint = free_endpoint()
+    with beacon(Nodes(2, 0, endpoint)), pytest.raises(LaunchError, match="machine 0 has not come within 2 s"):
+        machine(endpoint, 1).next_rendezvous()  # it is there, and does not get on
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
