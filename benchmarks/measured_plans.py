@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layouts import num_cores, quiet_environment
+from benchmarks.layouts import llama, num_cores, quiet_environment
 from shardwise.launch.measuring import measured_cluster
 from shardwise.launch.planning import folder_costs, work_of
 from shardwise.planner.host import on_cluster
@@ -39,28 +39,11 @@ COLUMNS = (  # fields of a strategy, in the order of a line of the table
     *("schedule", "virtual_stages", "micro_batch_size"),
 )
 TIME_LIMIT, MEMORY_OVER, MEMORY_UNDER = 0.10, 0.10, 0.05
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def _llama(hidden: int, ffn: int, blocks: int, heads: tuple[int, int], vocab: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": blocks, "vocab_size": vocab}
-    return _LLAMA | sizes | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]} | more
-
-
 # Different in shape, 21 to 24 million weights each.
 MODELS: dict[str, dict[str, Any]] = {
-    "deep": _llama(256, 704, 24, (4, 4), 4096),
-    "wide": _llama(384, 1024, 3, (6, 6), 24000),
-    "grouped": _llama(512, 1408, 6, (8, 2), 8192, tie_word_embeddings=True),
+    "deep": llama(256, 704, 24, (4, 4), 4096),
+    "wide": llama(384, 1024, 3, (6, 6), 24000),
+    "grouped": llama(512, 1408, 6, (8, 2), 8192, tie_word_embeddings=True),
 }
 
 

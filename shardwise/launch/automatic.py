@@ -14,6 +14,7 @@ from shardwise.launch.planning import (
     find_cluster,
     fixed_fields,
     folder_costs,
+    manner_of,
     refuse_accumulation,
     trained,
     work_of,
@@ -97,7 +98,7 @@ def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
 
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
     train, here = run.train, _is_here(run)
-    costs = trained(run, folder_costs(folder, model, os.environ, run.attn_implementation))
+    costs = trained(run, folder_costs(folder, model, os.environ, manner_of(run)))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
     length = row_length(run, model.max_position_embeddings)
     work = on_cluster(work_of(length.tokens, precision, train), cluster)
@@ -130,8 +131,8 @@ def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
     say(f"predicted: {first.step_seconds:.3g} s a step of {rows}, {memory} a device")
     for sentence in why(job, found):
         say(f"why: {sentence}")
-    groups = run.strategy.gradient_aggregation_group
-    strategy = StrategyConfig(**first.candidate.fields(), gradient_aggregation_group=groups)
+    others = {name: getattr(run.strategy, name) for name in ("gradient_aggregation_group", "tp_whole")}
+    strategy = StrategyConfig(**first.candidate.fields(), **others)
     update: dict[str, Any] = {"strategy": strategy, "devices": first.candidate.devices}
     if _is_here(run):
         update["train"] = run.train.model_copy(update={"global_batch_size": job.rows})

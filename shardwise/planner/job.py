@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardwise.planner.adapters import adapter_parameters
 from shardwise.planner.cost import Estimate
 from shardwise.planner.layout import Layout, Work
 from shardwise.spec.block import ModelCosts, RecomputeLevel
@@ -164,7 +165,8 @@ class Planned:
 
     def mfu(self, job: Job) -> float:
         """Model FLOPs over what the devices' peak could do in a step (PaLM, arXiv:2204.02311, appendix B)."""
-        flops = step_flops(job.model, [job.work.sequence]) / job.work.sequence
+        sequence = job.work.sequence
+        flops = step_flops(job.model, [sequence], adapter_parameters(job.costs)) / sequence
         return flops * self.tokens_per_second_per_device(job) / job.cluster.peak(job.work.precision)
 
     @property

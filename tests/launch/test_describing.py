@@ -19,7 +19,7 @@ from shardwise.launch.describing import model_of, run_child
 from shardwise.launch.planning import make_job
 from shardwise.models.describe import describe_folder
 from shardwise.planner.shape import Shape, model_costs
-from shardwise.spec.described import DescriptionCache
+from shardwise.spec.described import DescriptionCache, Manner
 from tests.fixtures import make_rows
 from tests.spec.model_folder import make_folder
 from tests.train.runs import run
@@ -40,6 +40,7 @@ def _make(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_child_answers_once_and_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, environ = _make(tmp_path / "m", "gpt_neo"), os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     spec = model_of(folder, environ)
@@ -93,9 +94,10 @@ def test_eager_attention_has_costs_of_its_own(tmp_path: Path, monkeypatch: pytes
         return answer
 
     monkeypatch.setattr(describing, "run_child", child)
-    for attention in (None, "sdpa", "eager"):
-        describing.costs_of(folder, environ, attention)
-    assert asked == [["--costs"], ["--costs"], ["--costs", "--eager"]]
+    for manner in (Manner(), Manner(eager=True), Manner(whole=0.5), Manner(True, 0.5)):
+        describing.costs_of(folder, environ, manner)
+    assert asked == [["--costs", *more] for more in ([], ["--eager"], ["--whole", "0.5"], ["--eager", "--whole", "0.5"])]
+    assert len({manner.kind for manner in (Manner(), Manner(eager=True), Manner(whole=0.5), Manner(True, 0.5))}) == 4
     tree = {"model": "llama2-7b", "cluster": "a100-80gb", "devices": 2, "attn_implementation": "eager"}
     with pytest.raises(ConfigError, match="the costs of the well-known llama2-7b are those of sdpa"):
         make_job(tree, environ)
