@@ -22,8 +22,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch.agent import launch, threads_of
-from shardwise.launch.lifeline import die_with_parent
 from shardwise.launch.machine import available_cores, cpu_name, free_memory_bytes
+from shardwise.lifeline import die_with_parent
 from shardwise.log import say
 from shardwise.measure.names import ANSWER, REQUEST, TARGET
 from shardwise.measure.profile import profile_of

@@ -160,7 +160,7 @@ def test_experts_are_one_product_over_the_tokens_that_they_get(tmp_path: Path) -
     assert (down.inner, down.outer, down.uses, down.copies, down.split) == (32, 64, 2.0, 4, "inner")
     assert experts.parameters.expert == 4 * 3 * 64 * 32
     assert experts.dispatched == 2 * 64
-    # Of two experts for each token: results as wide as an expert, which tensor ranks cut, and copies of its hidden state.
+    # Of two experts for each token: results as wide as an expert, which tensor ranks cut, and copies of the input.
     assert experts.saved["none"].expert >= 2 * 3 * 32
     assert experts.saved["none"].routed >= 2 * 64
     assert experts.forward_traffic.expert >= 2 * 5 * 32

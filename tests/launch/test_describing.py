@@ -96,7 +96,9 @@ def test_eager_attention_has_costs_of_its_own(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(describing, "run_child", child)
     for manner in (Manner(), Manner(eager=True), Manner(whole=0.5), Manner(True, 0.5)):
         describing.costs_of(folder, environ, manner)
-    assert asked == [["--costs", *more] for more in ([], ["--eager"], ["--whole", "0.5"], ["--eager", "--whole", "0.5"])]
+    assert asked == [
+        ["--costs", *more] for more in ([], ["--eager"], ["--whole", "0.5"], ["--eager", "--whole", "0.5"])
+    ]
     assert len({manner.kind for manner in (Manner(), Manner(eager=True), Manner(whole=0.5), Manner(True, 0.5))}) == 4
     tree = {"model": "llama2-7b", "cluster": "a100-80gb", "devices": 2, "attn_implementation": "eager"}
     with pytest.raises(ConfigError, match="the costs of the well-known llama2-7b are those of sdpa"):

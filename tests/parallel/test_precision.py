@@ -55,7 +55,10 @@ TABLE = [(model, layout) for model in MODELS for layout in LAYOUTS]
 # Each axis alone and all together; the second model and AdamW repeat some, unless everything is asked for.
 FEW: dict[str, list[tuple[str, str]]] = {
     "sgd": [
-        *(("llama", name) for name in ("one", "tp2", "pp2", "dp_replicate2", "dp_shard2", "tp2-pp2-dp2", "tp2-sequence")),
+        *(
+            ("llama", name)
+            for name in ("one", "tp2", "pp2", "dp_replicate2", "dp_shard2", "tp2-pp2-dp2", "tp2-sequence")
+        ),
         *(("qwen3-tied", name) for name in ("tp2", "pp2")),
     ],
     "adamw": [("llama", "tp2"), ("llama", "dp_shard2")],
