@@ -310,7 +310,13 @@ def test_every_command_has_a_check() -> None:
     assert sorted(commands()) == sorted(COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# They plan, for which a child reads the model.
+SLOW = ("shardwise train run.yaml cluster=cpu devices=4", f"{PLAIN_RUN} devices=4")
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, marks=pytest.mark.slow if command in SLOW else ()) for command in COMMANDS]
+)
 def test_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     COMMANDS[command](command, workspace, monkeypatch)
 

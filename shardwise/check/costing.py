@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.check.amounts import Fit, make_amount, make_fit
+from shardwise.check.amounts import Fit, make_amount, make_fit, shared_elements
 from shardwise.check.description import illegal_by_numbers
 from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta
@@ -98,6 +98,7 @@ def model_costs(
     degrees: Sequence[int] | None = DEGREES,
     name: str = "",
     tell: Callable[[str], None] = lambda _: None,
+    attention: str | None = None,
     whole: float | None = None,
 ) -> ModelCosts:
     """The costs of the model in ``folder``.
@@ -107,13 +108,14 @@ def model_costs(
             ``DEGREES`` that the model's numbers allow.
         name: of the model in the answer; empty: the folder's.
         tell: is called with what is being done, before it takes seconds.
+        attention: ``sdpa`` or ``eager``; None: the first of them that the model has.
         whole: the share of the blocks' weights that tables may leave whole for less traffic; None: the first tables.
 
     Raises:
         ConfigError: transformers cannot build the model.
         PlanError: it has no blocks, embedding or head that can be told.
     """
-    model = build_on_meta(folder, None, torch.bfloat16)
+    model = build_on_meta(folder, attention, torch.bfloat16)
     structure = find_structure(model)
     spec = describe_sizes(model, structure, folder)
     find = partial(proven_table, model, tables=cache, whole=whole)
@@ -263,8 +265,9 @@ def _traffic(passes: _Passes, part: str, ratio: float, *, backward: bool) -> Amo
         return tally.traffic * ratio + tally.expert_traffic  # in compute precision, all of it
 
     amount = make_amount(passes.amount(part, backward, dense), passes.lowest)
-    routed = make_amount((*passes.amount(part, backward, experts)[:1] * 2, *[Fit()] * 2), 1)
-    return replace(amount, expert=routed.whole_bytes / 2)
+    all_of_it, one_rank, *_ = passes.amount(part, backward, experts)
+    inner, routed = shared_elements(all_of_it, one_rank, passes.lowest)
+    return replace(amount, expert=inner, routed=routed)
 
 
 def _saved(passes: _Passes, part: str, level: RecomputeLevel) -> Amount:
@@ -278,10 +281,14 @@ def _saved(passes: _Passes, part: str, level: RecomputeLevel) -> Amount:
         found = [one for one in kept.values() if one.of_experts is of_experts and (one.half or not halves)]
         return own + sum(one.num_bytes for one in found)
 
-    amount = make_amount(passes.amount(part, False, lambda t, halves: chosen(t, halves, False)), passes.lowest)
-    fits = passes.amount(part, False, lambda t, halves: chosen(t, halves, True))
-    routed = make_amount((fits[0], fits[0], fits[2], fits[2]), 1)
-    return replace(amount, expert=routed.whole, expert_bytes=routed.whole_bytes)
+    def amount(of_experts: bool) -> Amount:
+        fits = passes.amount(part, False, lambda t, halves: chosen(t, halves, of_experts))
+        return make_amount(fits, passes.lowest)
+
+    # Of experts the ranks share what is as wide as an expert; each has the hidden states that go in and come out.
+    dense, experts = amount(False), amount(True)
+    routed = experts.whole + experts.whole_bytes / 2
+    return replace(dense, expert=experts.split, expert_bytes=experts.split_bytes, routed=routed)
 
 
 def _parameters(whole: _Model, part: str, table: ShardingTable) -> tuple[Parameters, Parameters]:

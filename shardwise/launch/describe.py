@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.spec.described import SIZES, DescriptionCache, costs_kind, description_folder
+from shardwise.spec.described import SIZES, DescriptionCache, Manner, description_folder
 from shardwise.spec.model import check_config, hash_of, read_config
 
 
@@ -25,10 +25,12 @@ def main(arguments: Sequence[str], cache: DescriptionCache) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardwise.launch.describe", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--costs", action="store_true", help="what it costs, by kind of block and tensor degree")
+    parser.add_argument("--eager", action="store_true", help="with eager attention")
     parser.add_argument("--whole", type=float, help="of the blocks, the share that tables may leave whole")
     given = parser.parse_args(arguments)
     try:
-        print(json.dumps(_costs(given.folder, given.whole, cache) if given.costs else _sizes(given.folder, cache)))
+        manner = Manner(given.eager, given.whole)
+        print(json.dumps(_costs(given.folder, manner, cache) if given.costs else _sizes(given.folder, cache)))
     except ShardwiseError as error:
         refused = {"kind": type(error).__name__, "value": error.value, "rule": error.rule, "remedy": error.remedy}
         print(json.dumps({"refused": refused}))
@@ -43,19 +45,20 @@ def _sizes(folder: Path, cache: DescriptionCache) -> dict[str, Any]:
     return _kept(folder, SIZES, cache, lambda: describe_folder(folder).to_json())
 
 
-def _costs(folder: Path, whole: float | None, cache: DescriptionCache) -> dict[str, Any]:
-    kind = costs_kind(whole)
+def _costs(folder: Path, manner: Manner, cache: DescriptionCache) -> dict[str, Any]:
+    kind = manner.kind
     known = cache.find(_hash(folder), kind)
-    return known or _kept(folder, kind, cache, lambda: _traced(folder, whole, cache))
+    return known or _kept(folder, kind, cache, lambda: _traced(folder, manner, cache))
 
 
-def _traced(folder: Path, whole: float | None, cache: DescriptionCache) -> dict[str, Any]:
+def _traced(folder: Path, manner: Manner, cache: DescriptionCache) -> dict[str, Any]:
     from shardwise.check.costing import model_costs
     from shardwise.tensor.cache import TableCache
 
     check_config(folder)
     tables = None if cache.folder is None else cache.folder.with_name("tables")
-    return model_costs(folder, TableCache(tables), None, whole=whole).to_json()
+    attention = "eager" if manner.eager else None
+    return model_costs(folder, TableCache(tables), None, attention=attention, whole=manner.whole).to_json()
 
 
 def _kept(folder: Path, kind: str, cache: DescriptionCache, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

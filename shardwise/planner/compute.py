@@ -123,7 +123,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
     attention = _attention(part.attention, layout, work, cluster, backward)
     elementwise = traffic / _memory_rate(cluster) + operators * chip.kernel_seconds
     terms: Terms = {
-        "matmul": products * stack.slowdown,
+        "matmul": products * stack.slowdown * work.host.product,
         "attention": attention * stack.attention,
         "elementwise": elementwise * stack.slowdown,
     }
@@ -208,7 +208,8 @@ def _tensor(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, b
 def _collective(one: Collective, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
     times = one.backward if backward else one.forward
     size = rank_tokens(layout, work) * one.elements * work.compute_bytes
-    return times * collective_seconds(one.op, size, layout.tp, 1, cluster)
+    host = work.host.collective * cluster.chip.kernel_seconds if layout.tp > 1 else 0.0
+    return times * (collective_seconds(one.op, size, layout.tp, 1, cluster) + host)
 
 
 def _context(attention: Attention | None, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
-from shardwise.spec.run import TRACKERS, RunConfig, data_sources, tracker_names
+from shardwise.spec.run import COLUMNS, TRACKERS, RunConfig, data_sources, tracker_names
 
 BEST_METRICS = ("eval_loss",)
 
@@ -302,12 +302,6 @@ def _check_save(run: RunConfig) -> None:
         "Give save.strategy, or leave save.async out",
     )
     _check_best(run)
-    _refuse(
-        not run.restarts or run.nnodes == 1,
-        f"restarts = {run.restarts} with nnodes = {run.nnodes}",
-        f"restarts of jobs on several machines are {NOT_AVAILABLE}",
-        "Leave restarts out",
-    )
 
 
 def _check_best(run: RunConfig) -> None:
@@ -350,6 +344,17 @@ def _check_data(run: RunConfig) -> None:
         "rows are evaluated once each",
         "Leave the weights out",
     )
+    _check_columns("data.columns", run.data.columns)
+    for key, sources in (("data.train", run.data.train), ("data.eval", run.data.eval)):
+        for source in data_sources(sources):
+            _check_columns(f"columns of {source.path} in {key}", source.columns)
+    length = run.data.max_length
+    _refuse(
+        run.data.on_long != "split" or length is None or length > 1,
+        f"data.on_long = split with data.max_length = {length}",
+        "a row of one token has nothing to predict",
+        "Use data.max_length=2 or more",
+    )
     size = run.data.val_size or None
     _refuse(
         size is None or run.data.eval is None,
@@ -363,6 +368,17 @@ def _check_data(run: RunConfig) -> None:
         "must be a share below 1, or a whole number of rows",
         f"Use data.val_size={int(size or 0)}",
     )
+
+
+def _check_columns(key: str, columns: dict[str, str] | None) -> None:
+    for known, own in (columns or {}).items():
+        near = nearest(known, COLUMNS)
+        _refuse(
+            known in COLUMNS,
+            f"{key} = {{{known}: {own}}}",
+            f"{known} is no name of a column that formats have: {', '.join(COLUMNS)}",
+            f"Did you mean {near}?" if near else "Write {name that is known: name in the file}",
+        )
 
 
 def _check_eval(run: RunConfig) -> None:
