@@ -10,19 +10,31 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.data.format import IGNORED
 from shardwise.data.rows import Row
-from shardwise.models.build import build_on_meta, choose_experts, freeze_stored_buffers, put_head_last, widen
+from shardwise.models.build import (
+    build_on_meta,
+    causal_model,
+    choose_experts,
+    freeze_stored_buffers,
+    put_head_last,
+    unite_embedding,
+    widen,
+)
 from shardwise.models.lora import Adapters, find_adapters, inject, plain_name
+from shardwise.models.packing import check_packing
 from shardwise.models.shrink import build_small, shrink
-from shardwise.models.structure import find_structure
+from shardwise.models.structure import find_structure, num_predicted
 from shardwise.parallel.tensor import proven_table
 from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.tensor.cache import TableCache
+from shardwise.tensor.find import find_tables
+from shardwise.tensor.table import ShardingTable
 
 _LENGTHS = (3, 12)  # of rows, both included
+PACK_LENGTH = 24  # tokens of packed rows: at least two of them
 _BLOCKS_PER_KIND = 2
 _NOT_OF_DECODERS = ("classifier", "summary")  # heads of other tasks, which some configurations name
 _ADAPTER_STD = 0.1
@@ -38,12 +50,24 @@ class SmallModel:
         adapters: of the copy, None where all of it trains.
         num_blocks: its decoder layers.
         notes: what of the user's model the copy leaves out.
+        packed: whether rows lie one behind the other, as in the run.
+        num_ids: as :attr:`vocab_size`; None: all that the configuration has.
+        table: what ``strategy.tp_whole`` leads to at the true sizes, for the copy; None: it finds its own.
     """
 
     config: Any
     adapters: Adapters | None
     num_blocks: int
     notes: tuple[str, ...]
+    packed: bool = False
+    num_ids: int | None = None
+    table: ShardingTable | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that can be both read and predicted."""
+        known: int = self.config.get_text_config(decoder=True).vocab_size
+        return min(self.num_ids or known, known)
 
 
 def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, tables: TableCache) -> SmallModel:
@@ -62,27 +86,35 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     real = build_on_meta(Path(run.model), run.attn_implementation)
     find_structure(real)
     if true_degree > 1:
-        proven_table(real, true_degree, tables)
+        proven_table(real, true_degree, tables, whole=run.strategy.tp_whole)
     lora = None if run.lora is None else _short_lora(run.lora, find_adapters(real, run.lora))
     num_blocks = max(_BLOCKS_PER_KIND, num_stages)
     config, notes = _without_chance(shrink(real.config, degree=degree, num_blocks_per_kind=num_blocks))
     if run.lora is not None and run.lora.dropout:
         notes.append("dropout (lora.dropout)")
     if run.data.packing:
-        notes.append("packing (data.packing): rows are compared one by one")
+        capacity = run.data.max_length or int(
+            getattr(real.config.get_text_config(), "max_position_embeddings", None) or 0
+        )
+        check_packing(real, capacity)
+        notes.append("outputs of modules on packed rows (data.packing): losses, norms and gradients are compared")
     small = build_meta(config, torch.float32)
     adapters = None if lora is None else find_adapters(small, lora)
-    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes))
+    table = None
+    if run.strategy.tp_whole is not None and degree > 1:
+        sequence, whole = run.strategy.sequence_parallel, run.strategy.tp_whole
+        table = find_tables(real, build_small(config), degree, sequence=sequence, whole=whole)[1]
+    packed, ids = run.data.packing, num_predicted(small)
+    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes), packed, ids, table)
 
 
 def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model of ``config`` on meta, in training mode, as a run builds the user's."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=config._attn_implementation
-        )
+        model = causal_model(config, dtype=dtype, attn_implementation=config._attn_implementation)
     choose_experts(model)
     put_head_last(model)
+    unite_embedding(model)
     freeze_stored_buffers(model)
     widen(model, dtype)
     return model.train()

@@ -64,6 +64,7 @@ def naming_of_folder(folder: Path, model: PreTrainedModel) -> Naming:
     stored = TensorFolder(folder, ignored).entries
     tensors = {name: StoredTensor(entry.shape, entry.dtype, entry.file.name) for name, entry in stored.items()}
     parts = _compose(model, tensors, str(folder))
+    _check_kinds(model, tensors, parts, str(folder))
     read = {part.name for found in parts.values() for part in found}
     return Naming({name: tensor for name, tensor in tensors.items() if name in read}, parts, ignored)
 
@@ -72,7 +73,10 @@ def default_naming(model: PreTrainedModel, dtype: torch.dtype) -> Naming:
     """The naming that transformers' ``save_pretrained`` would give the model, all tensors in ``dtype``."""
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     saved = loading.revert_weight_conversion(model, state)
-    tensors = {name: StoredTensor(tuple(tensor.shape), dtype) for name, tensor in saved.items()}
+    tensors = {
+        name: StoredTensor(tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in saved.items()
+    }
     return Naming(tensors, _compose(model, tensors, type(model).__name__))
 
 
@@ -111,6 +115,18 @@ def _compose(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], where:
     if missing:
         raise CheckpointError(where, f"no tensor for {len(missing)} parameters, such as {missing[0]}", _REMEDY)
     return parts
+
+
+def _check_kinds(
+    model: PreTrainedModel, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Sequence[Part]], where: str
+) -> None:
+    """Refuse whole numbers in the place of weights (quantised ones), and the other way round."""
+    for name, parameter in model.named_parameters():
+        for part in parts[name]:
+            stored = tensors[part.name].dtype
+            if stored.is_floating_point != parameter.is_floating_point():
+                rule = f"{part.name} is {stored}, and the model holds {parameter.dtype} there"
+                raise CheckpointError(where, rule, "Use weights that are not quantised")
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, str]:

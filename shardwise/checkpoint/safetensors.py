@@ -23,7 +23,14 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.spec.weight_files import INDEX_FILE, weight_files
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Whole numbers of 64 bits are tables that a model looks up; narrower ones are how quantised weights are stored.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+}
 _BOUNCE_BYTES = 2**20  # of a buffer between the file and a slice of another dtype
 _MAX_HEADER_BYTES = 100 * 10**6  # the library's own limit
 _COPY_AGAIN = "Copy it again"
@@ -43,7 +50,8 @@ class Entry:
 class TensorFolder:
     """The tensors of a folder with one or many safetensors files; a context that closes the files again.
 
-    A tensor that is not floating-point is refused, or left out where its name matches one of the patterns ``ignored``.
+    A tensor of another dtype than :data:`DTYPES` is refused, or left out where its name matches one of the patterns
+    ``ignored``.
 
     Raises:
         CheckpointError: no such file, one that the index names and that is missing, or one that is broken.
@@ -161,11 +169,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def read_header(file: Path, ignored: Sequence[str] = ()) -> dict[str, Entry]:
-    """Name -> entry of a safetensors file; integers whose name matches one of the patterns ``ignored`` are left out.
+    """Name -> entry of a safetensors file; others than :data:`DTYPES` whose name matches ``ignored`` are left out.
 
     Raises:
         CheckpointError: a file that cannot be read, that is no safetensors file, whose data do not end where its
-            header says (it was cut off), or with a tensor that is not floating-point (quantised weights).
+            header says (it was cut off), or with a tensor of a dtype that no weight has (quantised ones).
     """
     try:
         with file.open("rb") as handle:
@@ -189,6 +197,8 @@ def _entry(file: Path, name: str, value: Any, data: int) -> Entry:
     if value["dtype"] not in DTYPES:
         rule = f"has dtype {value['dtype']}; weights are read in {', '.join(DTYPES)}"
         raise CheckpointError(f"{name} in {file}", rule, "Use weights that are not quantised")
+    if int(value["data_offsets"][0]) < 0:
+        raise ValueError(f"{name} begins at byte {value['data_offsets'][0]} of the data")
     entry = Entry(file, DTYPES[value["dtype"]], tuple(map(int, value["shape"])), data + int(value["data_offsets"][0]))
     size = math.prod(entry.shape) * entry.dtype.itemsize
     if int(value["data_offsets"][1]) - int(value["data_offsets"][0]) != size:

@@ -24,6 +24,7 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
 from shardwise.launch.machine import available_cores
+from shardwise.launch.machines import Machines
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import DEFAULT_TARGET, Nodes
 from shardwise.launch.restarts import run_with_restarts
@@ -74,12 +75,18 @@ class Work:
         start: folder of the launcher's log, and of everything else until a script names another.
         target: ``module:function`` that takes a :class:`WorkerContext`, or a script.
         devices: number of workers on all machines together.
+        restarts: how often they may be started again where no ``run.yaml`` says so: before a script's Trainer works.
+        variables: of the workers' environment, beside what all processes of the job have.
+        machines: what this launcher knows of those of other machines.
     """
 
     start: Path
     target: str | Script
     devices: int
     nodes: Nodes = field(default_factory=Nodes)
+    restarts: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    machines: Machines = field(default_factory=Machines)
 
     @property
     def folder(self) -> Path:
@@ -133,14 +140,14 @@ def launch(
     return _tell(work, outcome)
 
 
-def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = None) -> int:
+def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = None, restarts: int = 0) -> int:
     """Run a script in each of ``num_processes`` workers and wait for their end; as :func:`launch` otherwise.
 
     Logs and status go to the output folder of the script's Trainer. A script that has none leaves its logs only if
-    it fails, in a folder that the message names.
+    it fails, in a folder that the message names. ``restarts`` counts until its Trainer says how many there may be.
     """
     job_dir = Path(tempfile.mkdtemp(prefix="shardwise-"))
-    work = Work(job_dir, script, num_processes, nodes or Nodes())
+    work = Work(job_dir, script, num_processes, nodes or Nodes(), restarts)
     outcome = _launch(work, {forkserver.PRELOAD_MORE: "peft"})  # a script may ask for adapters
     code = _tell(work, outcome)
     if work.folder != job_dir or outcome.changes["state"] != "failed":

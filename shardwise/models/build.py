@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import ConfigError, PlanError
 
@@ -46,9 +49,31 @@ def build_on_meta(
         raise ConfigError(value, f"transformers cannot build this model ({error})", "Correct the file") from error
     choose_experts(model)
     put_head_last(model)
+    unite_embedding(model)
     freeze_stored_buffers(model)
     keep_in_fp32(model)
     return model.train()
+
+
+def causal_model(config: Any, **options: Any) -> PreTrainedModel:
+    """The causal language model of ``config``, which may be that of a model, or of a file.
+
+    Some classes keep the text part of a file's configuration as their own, and transformers' auto class knows the
+    whole one alone. Then the class stands in the same package as the part's.
+
+    Args:
+        options: of transformers' ``from_config``.
+    """
+    model: PreTrainedModel
+    package = type(config).__module__.rpartition(".")[0]
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and package:
+        names = [n for v in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for n in ((v,) if isinstance(v, str) else v)]
+        for found in (getattr(import_module(package), name, None) for name in names):
+            if found is not None and found.config_class is type(config):
+                model = found._from_config(config, **options)
+                return model
+    model = AutoModelForCausalLM.from_config(config, **options)
+    return model
 
 
 def choose_experts(model: PreTrainedModel) -> None:
@@ -73,14 +98,35 @@ def put_head_last(model: PreTrainedModel) -> None:
             model._modules[name] = model._modules.pop(name)
 
 
+def unite_embedding(model: PreTrainedModel) -> None:
+    """Make one module of those that look up the same weight: some classes have a second one that files name it by.
+
+    So the part that holds the weight is the part that runs, and one stand-in takes its place on other stages.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return
+    weight = getattr(embedding, "weight", None)
+    if weight is None:
+        return
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            same = type(child) is type(embedding) and getattr(child, "weight", None) is weight
+            if same and child.extra_repr() == embedding.extra_repr():
+                module._modules[name] = embedding
+
+
 def freeze_stored_buffers(model: nn.Module) -> None:
     """Make parameters that are not trained of the buffers that files hold (a router's correction of its scores).
 
-    So they are read, split, kept and written as what else the files hold. Whole numbers cannot be: they stay buffers.
+    So they are read, split, kept and written as what else the files hold. Of whole numbers only int64 is (a table of
+    the experts of each token): others, in which files keep quantised weights, stay buffers.
     """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+            is_kept = buffer.is_floating_point() or buffer.dtype is torch.int64
+            if name not in module._non_persistent_buffers_set and is_kept:
                 delattr(module, name)
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
@@ -119,20 +165,32 @@ def recompute_buffers(model: PreTrainedModel) -> None:
     """
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers' own mark: its initialisation leaves it alone
-    for owner, name, module in initialised_modules(model):
+    every = list(initialised_modules(model))
+    for owner, name, module in every:
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue
         stored = sorted(set(buffers) - module._non_persistent_buffers_set)
         if stored:
-            raise _refused(f"{name}.{stored[0]}", "files hold whole numbers in it, and only weights are read and saved")
+            rule = f"files hold {buffers[stored[0]].dtype} in it, and only weights and int64 are read and saved"
+            raise _refused(f"{name}.{stored[0]}", rule)
         for buffer in buffers.values():
             buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()
         owner._init_weights(module)
-        for buffer_name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and bool(buffer.isnan().any()):
-                rule = "no file holds it and the model's own initialisation does not fill it"
-                raise _refused(f"{name}.{buffer_name}", rule)
+    unset = _unset_buffers(model)
+    for owner, name, module in every if unset else []:
+        if any(f".{buffer}".startswith(f".{name}.") for buffer in unset) or not name:
+            owner._init_weights(module)  # it may fill those of the modules in it
+            unset = _unset_buffers(model)
+        if not unset:
+            break
+    if unset:
+        raise _refused(unset[0], "no file holds it and the model's own initialisation does not fill it")
+
+
+def _unset_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that nothing has filled yet."""
+    return [n for n, buffer in model.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())]
 
 
 def initialised_modules(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:

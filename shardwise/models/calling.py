@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +29,39 @@ def call_model(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
     return logits
 
 
+@contextmanager
+def leaving_no_state(model: nn.Module) -> Iterator[None]:
+    """Take from modules the tensors that a pass leaves in their attributes (a recurrent state, say).
+
+    They hold on to the graph of the pass, and a module that holds them cannot be copied.
+    """
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, had in before:
+            for key, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and had.get(key) is not value:
+                    if key in had:
+                        vars(module)[key] = had[key]
+                    else:
+                        del vars(module)[key]
+
+
 def first_position(model: nn.Module) -> int:
     """Where the positions of a model begin: behind the row of its table of positions that stands for padding."""
+    table = _padded_table(model)
+    return 0 if table is None or table.padding_idx is None else table.padding_idx + 1
+
+
+def num_positions(model: nn.Module) -> int | None:
+    """Rows of the table of positions that are left for tokens, where some stand before them; None where none do."""
+    table = _padded_table(model)
+    return None if table is None else table.num_embeddings - first_position(model)
+
+
+def _padded_table(model: nn.Module) -> nn.Embedding | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
-            return module.padding_idx + 1
-    return 0
+            return module
+    return None

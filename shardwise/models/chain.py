@@ -38,6 +38,8 @@ class Value:
         shape: its shape in the whole model.
         first: the first border that it crosses; border k lies before block k.
         last: the last one.
+        call: how often the part has run before in the pass.
+        changed: whether the model changes it in place later, so that it must cross as the part returned it.
         parameters: names of those that it depends on; None: not known, it may be any.
     """
 
@@ -46,6 +48,8 @@ class Value:
     shape: Shape
     first: int
     last: int
+    call: int = 0
+    changed: bool = field(default=False, compare=False)
     parameters: frozenset[str] | None = field(default=None, compare=False)
 
 
@@ -243,18 +247,16 @@ def _values(
             continue
         shape = template_of(made.tensor, record.sizes)
         names = frozenset(parameters[number])
-        value = Value(made.module, made.place, shape, max(made.border, 1), last, names)
+        changed = made.tensor._version > 0
+        value = Value(made.module, made.place, shape, max(made.border, 1), last, made.call, changed, names)
         if number in blocks:
             hidden[blocks[number]] = value
-            following = next((index for index in record.order if index > blocks[number]), last)
-            handed_on = made.last > following
         else:
             further.append(value)
-            handed_on = True
-        if handed_on and made.tensor._version:
+        if changed and not made.tensor.requires_grad:  # of such changes nothing tells what they read
             raise _refusal(model, f"{value.module} returns what later blocks read, and it is changed in place")
-        if record.calls.get(made.module, 1) > 1:
-            raise _refusal(model, f"later blocks read what {made.module} returns, which runs several times before them")
+        if made.module in record.uneven:
+            raise _refusal(model, f"later blocks read what {made.module} returns, which has several shapes")
     return hidden, tuple(further)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.models.build import build_on_meta
+from shardwise.models.calling import num_positions
 from shardwise.models.structure import Structure, find_structure, text_config
 from shardwise.spec.counts import num_active_experts, num_experts
 from shardwise.spec.model import NO_LIMIT, ModelSpec, has_weights, hash_of, read_config
@@ -52,7 +53,7 @@ def describe_sizes(model: PreTrainedModel, structure: Structure, folder: Path) -
         head_dim=head_dim,
         intermediate_size=_number(config, ("intermediate_size",)) or _widest(blocks),
         vocab_size=vocabulary,
-        max_position_embeddings=_number(config, _POSITIONS) or NO_LIMIT,
+        max_position_embeddings=min(_number(config, _POSITIONS) or NO_LIMIT, num_positions(model) or NO_LIMIT),
         tied=structure.tied,
         has_weights=has_weights(folder),
         hash=hash_of(content),

@@ -80,6 +80,7 @@ class Made:
         made: indices of the values that it was computed from, up to the first on each way.
         leaves: identities of the parameters on these ways.
         last: the last border behind which it is read.
+        call: of how many before it in which the part ran.
     """
 
     module: str
@@ -89,6 +90,7 @@ class Made:
     made: set[int]
     leaves: set[int]
     last: int = -1
+    call: int = 0
 
 
 @dataclass
@@ -106,6 +108,7 @@ class Recorder:
     templates: dict[str, Any] = field(default_factory=dict)  # module -> the form of what it returns
     written: dict[str, dict[tuple[Any, Any], Any]] = field(default_factory=dict)  # block -> entries that it writes
     calls: dict[str, int] = field(default_factory=dict)  # module before the blocks -> how often it ran
+    uneven: set[str] = field(default_factory=set)  # modules outside of the blocks that return unlike shapes
     broken: str | None = None  # the first rule that the pass broke
     origins: Origins = field(default_factory=Origins)  # entered by whoever runs the pass
     _nodes: dict[Any, int] = field(default_factory=dict)  # node of the graph -> value
@@ -115,11 +118,17 @@ class Recorder:
         """A forward hook of a module outside of the blocks; ``is_part``: later blocks may read what it returns."""
 
         def after(_module: nn.Module, _args: Any, _kwargs: Any, out: Any) -> Any:
-            self.templates[name] = template_of(out, self.sizes)
+            template = template_of(out, self.sizes)
+            if self.templates.setdefault(name, template) != template:
+                self.uneven.add(name)
             if not is_part or self.order:
                 return None
-            self.calls[name] = self.calls.get(name, 0) + 1
-            return self._marked(out, name, (RETURNED,), 0)
+            call, first = self.calls.get(name, 0), len(self.values)
+            self.calls[name] = call + 1
+            out = self._marked(out, name, (RETURNED,), 0)
+            for value in self.values[first:]:
+                value.call = call
+            return out
 
         return after
 

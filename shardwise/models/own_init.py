@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from shardwise.models.build import freeze_stored_buffers
+from shardwise.models.build import causal_model, freeze_stored_buffers
 from shardwise.models.shrink import shrink
 
 
@@ -54,14 +54,13 @@ class OwnInit:
 def constructed(model: PreTrainedModel, names: list[str]) -> dict[str, torch.Tensor]:
     """What constructors leave in the parameters ``names``, where that does not depend on chance or on sizes.
 
-    Seen on two small copies. A value stands for the whole parameter, or is all of it.
+    Seen on two small copies of unlike widths. A value stands for the whole parameter, or is all of it.
 
     Returns:
         Name -> a tensor of no dims, or of the parameter's shape, for those that are known.
     """
     try:
-        small = shrink(model.config)
-        pair = [_small(small, model.dtype, seed) for seed in (0, 1)]
+        pair = [_small(shrink(model.config, scale=1 + seed), model.dtype, seed) for seed in (0, 1)]
     except Exception:  # whatever a foreign class raises: then nothing is known
         return {}
     seen: dict[tuple[str, str], list[torch.Tensor]] = {}
@@ -84,7 +83,7 @@ def _kind(model: nn.Module, name: str) -> tuple[str, str]:
 def _small(config: object, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), _nan_where_unset():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = causal_model(config, dtype=dtype)
     freeze_stored_buffers(model)
     return model
 

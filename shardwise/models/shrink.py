@@ -13,10 +13,17 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
-from shardwise.models.build import choose_experts, freeze_stored_buffers, put_head_last, widen
+from shardwise.models.build import (
+    causal_model,
+    choose_experts,
+    freeze_stored_buffers,
+    put_head_last,
+    unite_embedding,
+    widen,
+)
 from shardwise.models.kinds import block_signatures
 from shardwise.models.sizes import SKIPPED, Path, Tree
 from shardwise.models.small_config import shrink_sizes, text_path
@@ -26,7 +33,7 @@ _NOISE = 0.2
 _LENGTHS = r"layers?$|^num_blocks$|^depth$"  # names of numbers of blocks
 
 
-def shrink(config: Any, *, degree: int = 2, num_blocks_per_kind: int = 2) -> Any:
+def shrink(config: Any, *, degree: int = 2, num_blocks_per_kind: int = 2, scale: int = 1) -> Any:
     """A small configuration with the special cases of ``config``.
 
     Args:
@@ -34,13 +41,14 @@ def shrink(config: Any, *, degree: int = 2, num_blocks_per_kind: int = 2) -> Any
         degree: the tensor degree that the copy is to be split by: what it divides stays divisible, what it does
             not divide stays indivisible.
         num_blocks_per_kind: how many blocks of each kind stay (all, where there are fewer).
+        scale: 2: heads and most widths are twice as wide as they need be.
 
     Raises:
         PlanError: the small configuration cannot be built.
     """
     try:
         path = text_path(config)
-        narrow = _short_others(shrink_sizes(config.to_dict(), path, degree), config.to_dict(), path)
+        narrow = _short_others(shrink_sizes(config.to_dict(), path, degree, scale), config.to_dict(), path)
         signatures = _signatures(_rebuilt(config, narrow))
         last = narrow
         for kept in _choices(signatures, num_blocks_per_kind):
@@ -64,9 +72,7 @@ def build_small(config: Any, dtype: torch.dtype = torch.float64, seed: int = 0) 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=config._attn_implementation
-        )
+        model = causal_model(config, dtype=dtype, attn_implementation=config._attn_implementation)
         freeze_stored_buffers(model)
         widen(model, dtype)
         with torch.no_grad():
@@ -76,6 +82,7 @@ def build_small(config: Any, dtype: torch.dtype = torch.float64, seed: int = 0) 
                     parameter.copy_(torch.where(parameter.isfinite(), parameter + noise, noise))
     choose_experts(model)
     put_head_last(model)
+    unite_embedding(model)
     return model.eval()
 
 
@@ -89,7 +96,7 @@ def _rebuilt(config: Any, tree: Tree) -> Any:
 def _signatures(config: Any) -> list[Hashable]:
     """What makes the blocks of a configuration's model kinds."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = causal_model(config)
     blocks = find_blocks(model)
     if blocks is None:
         return []

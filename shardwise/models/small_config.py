@@ -47,10 +47,10 @@ def text_path(config: Any) -> Path:
     return ()
 
 
-def shrink_sizes(tree: Tree, path: Path, degree: int) -> Tree:
-    """``tree`` with small sizes and all the blocks of its language part."""
+def shrink_sizes(tree: Tree, path: Path, degree: int, scale: int = 1) -> Tree:
+    """``tree`` with small sizes and all the blocks of its language part; widths are about ``scale`` times the least."""
     found = sorted(numbers(tree), key=lambda number: number.path[: len(path)] != path)  # the language part first
-    sizes = _Sizes(tree, path, found, degree)
+    sizes = _Sizes(tree, path, found, degree, scale)
     small = copy.deepcopy(tree)
     for number in found:
         _put(small, number.path, sizes.small(number))
@@ -81,19 +81,21 @@ def _first(tree: Tree, keys: tuple[str, ...]) -> int | None:
 class _Sizes:
     """Old size -> small size, for each meaning."""
 
-    def __init__(self, tree: Tree, path: Path, found: list[Number], degree: int) -> None:
-        self.degree, self.path, self._found = degree, path, found
+    def __init__(self, tree: Tree, path: Path, found: list[Number], degree: int, scale: int) -> None:
+        self.degree, self.path, self._found, self._scale = degree, path, found, scale
         by_role = {role: [n.value for n in found if n.role is role] for role in Role}
         self.counts = compress_counts(by_role[Role.COUNT], degree)
         self._main = _inner(tree, path)
         parts = [self._main, *(part for part in _parts(tree) if part is not self._main)]
         implied = [width for part in parts if (width := _implied_head(part)) is not None]
-        self.heads = scale_heads([*by_role[Role.HEAD], *implied], _least_head(tree, [*by_role[Role.HEAD], *implied]))
+        heads = [*by_role[Role.HEAD], *implied]
+        self.heads = scale_heads(heads, scale * _least_head(tree, heads))
         self._vocabulary = small_vocabulary(by_role[Role.VOCABULARY], degree)
         self._tokens = _small_tokens(found, min(self._vocabulary.values(), default=0))
         self.widths: dict[int, int] = {}
         for part in parts:
             self._tie_width(part)
+        self._products = self._known_products(parts)
         for number in sorted((n for n in found if n.role is Role.WIDTH), key=lambda n: n.value):
             self._add_width(number)
         self._fit_inner_heads(parts)
@@ -141,20 +143,49 @@ class _Sizes:
         if value in self.widths:
             return
         product = self._product(number)
-        if product is not None:
+        if product is not None and self._stays_apart(number, product):
             self.widths[value] = product
             return
         for known, small in list(self.widths.items()):
-            if value % known == 0 and value // known <= 8:  # four times the hidden size, twice ...
-                self.widths[value] = value // known * small
+            times = value // known  # four times the hidden size, twice ...
+            if value % known == 0 and times <= 8 and self._stays_apart(number, times * small):
+                self.widths[value] = times * small
                 return
         counts = {small for count, small in self.counts.items() if value % count == 0 and small > 1}
 
         def accept(width: int) -> bool:
             divisible = (width % self.degree == 0) == (value % self.degree == 0)
-            return divisible and all(width % small == 0 for small in counts) and (value % 8 != 0 or width % 4 == 0)
+            whole = all(width % small == 0 for small in counts) and (value % 8 != 0 or width % 4 == 0)
+            return divisible and whole and self._stays_apart(number, width)
 
-        self.widths[value] = min(value, next_width(16, accept, self.widths.values()))
+        small = min(value, next_width(16 * self._scale, accept, self.widths.values()))
+        if not self._stays_apart(number, small):  # there is no room above
+            small = next((width for width in range(small - 1, 1, -1) if accept(width)), small)
+        self.widths[value] = small
+
+    def _known_products(self, parts: list[Tree]) -> list[tuple[float, float]]:
+        """Widths of heads together, and of state-space layers inside: in the model and in the copy."""
+        inner = [(expand * hidden, expand * self.widths[hidden]) for expand, hidden in self._expansions(parts)]
+        pairs = [(c * h, small * self.heads[h]) for c, small in self.counts.items() for h in self.heads if c > 1]
+        return [*inner, *pairs]
+
+    def _expansions(self, parts: list[Tree]) -> list[tuple[float, int]]:
+        found = [(_expansion(part), _first(part, _HIDDEN)) for part in parts]
+        return [(expand, hidden) for expand, hidden in found if expand is not None and hidden in self.widths]
+
+    def _stays_apart(self, number: Number, width: int) -> bool:
+        """Whether states of ``width``, times groups, are as wide as heads together only where the model has them so.
+
+        State-space layers fuse both in one weight, whose parts are told by their sizes.
+        """
+        if "state" not in number.name:
+            return True
+        groups = [(1, 1), *self.counts.items()]
+        return not any(
+            small * width == narrow and count * number.value != wide
+            for count, small in groups
+            for wide, narrow in self._products
+        )
 
     def _product(self, number: Number) -> int | None:
         """A width that is a number of heads times a head's width: of those that fit, the pair of the likest names."""

@@ -113,3 +113,8 @@ def find_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         size = ends[0].num_embeddings
         ends[1] = next((m for m in outside if isinstance(m, nn.Linear) and m.out_features == size), None)
     return ends[0], ends[1]
+
+
+def num_predicted(model: nn.Module) -> int | None:
+    """Ids that a model predicts, where its head says so: some embeddings have a few more, to be of a round size."""
+    return getattr(find_ends(model)[1], "out_features", None)

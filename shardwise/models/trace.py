@@ -6,14 +6,14 @@ The model may be on meta. Where it asks for numbers in its forward (routers do),
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.models.calling import call_model
+from shardwise.models.calling import call_model, leaving_no_state
 
 # Unlike any size of a model, so that a shape tells which of its dims are the rows and the length.
 SIZES = (11, 13)
@@ -44,7 +44,7 @@ def fake_forward(
             fake = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
             state[name] = fake.requires_grad_(isinstance(tensor, nn.Parameter) and tensor.is_floating_point())
         given = {f"model.{name}": tensor for name, tensor in state.items()}
-        with within or nullcontext():
+        with within or nullcontext(), leaving_no_state(model):
             logits: torch.Tensor = torch.func.functional_call(_Called(model), given, _inputs(sizes))
     return logits, state
 
@@ -53,7 +53,7 @@ def real_forward(
     model: nn.Module, sizes: tuple[int, int] = SIZES, within: AbstractContextManager[Any] | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same with the numbers of ``model``, which is on the CPU."""
-    with torch.enable_grad(), within or nullcontext():
+    with torch.enable_grad(), within or nullcontext(), leaving_no_state(model):
         return call_model(model, *_inputs(sizes)), dict(model.named_parameters())
 
 
@@ -66,11 +66,23 @@ def _inputs(sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 def called_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Which of the modules ``names`` run in a pass over token ids alone (a vision tower does not)."""
     called: set[str] = set()
+    wanted = set(names)
+
+    def note(name: str) -> None:
+        called.add(name)
+        if called == wanted:
+            raise _Known
+
     with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(hooked(model.get_submodule(name), lambda *_, name=name: called.add(name), None))
-        fake_forward(model)
+        for name in sorted(wanted):
+            stack.enter_context(hooked(model.get_submodule(name), lambda *_, name=name: note(name), None))
+        with suppress(_Known):
+            fake_forward(model)
     return called
+
+
+class _Known(Exception):
+    """Ends a pass of which nothing more is to be seen."""
 
 
 @contextmanager

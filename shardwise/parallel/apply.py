@@ -11,7 +11,7 @@ from shardwise.models.build import materialise, recompute_buffers
 from shardwise.models.lora import Adapters, inject
 from shardwise.models.routers import Routers, take_routers
 from shardwise.models.shard import Shard
-from shardwise.models.structure import find_structure
+from shardwise.models.structure import find_structure, num_predicted
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.deferred import DeferredWeights
@@ -62,6 +62,7 @@ def parallelize(
     """
     compute_dtype = model.dtype
     structure = find_structure(model)
+    num_logits = num_predicted(model)
     table = agree_on_table(model, mesh, tables, given)
     routers = take_routers(model)
     inject(model, adapters)
@@ -74,7 +75,8 @@ def parallelize(
             stage.deferred.leave_out(stage.model.get_submodule(structure.head))
     split_logits = table.style(structure.head) is Style.VOCAB_HEAD
     tied = tied_group(structure, mesh)
-    return ParallelModel(stages, shards, mesh, tied, compute_dtype, split_logits=split_logits), table
+    whole = ParallelModel(stages, shards, mesh, tied, compute_dtype, num_logits=num_logits, split_logits=split_logits)
+    return whole, table
 
 
 def _split_stage(

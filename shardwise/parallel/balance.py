@@ -110,7 +110,7 @@ class Balance:
 
     def _keep(self, _module: nn.Module, _args: Any, out: Any) -> None:
         if self._open:  # closed while a block is recomputed
-            self._logits.append(out[self._routers.output] if isinstance(out, tuple) else out)
+            self._logits.append(out[self._routers.output] if isinstance(out, tuple | list) else out)
 
     def _leave(self, _module: nn.Module, _args: Any, out: Any) -> Any:
         kept, self._open = list(self._logits), False
@@ -125,8 +125,9 @@ class Balance:
         loss = sum(balance_loss(logits.flatten(0, -2), mask, self._routers.top_k) for logits in kept) * weight
         assert isinstance(loss, torch.Tensor)
         self._total += float(loss.detach())
-        if isinstance(out, tuple):
-            return (_AddGradient.apply(out[0], loss), *out[1:])
+        if isinstance(out, tuple | list):
+            told = (_AddGradient.apply(out[0], loss), *out[1:])
+            return list(told) if isinstance(out, list) else told
         return _AddGradient.apply(out, loss)
 
 

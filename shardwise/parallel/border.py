@@ -32,12 +32,14 @@ class Received:
         self.values: dict[Value, torch.Tensor] = {}
         self.like = torch.empty(0, 0)
         self.at_blocks = False
+        self._calls: dict[str, int] = {}
 
     def take(self, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
         """``tensors`` came over the border."""
         self.values = dict(zip(self.border, tensors, strict=True))
         self.like = like
         self.at_blocks = False
+        self._calls = {}
 
     def drop(self) -> None:
         """The pass ends."""
@@ -45,8 +47,14 @@ class Received:
         self.at_blocks = False
 
     def of(self, name: str) -> dict[Place, Any]:
-        """The tensors that the part ``name`` has made."""
-        return {value.place: tensor for value, tensor in self.values.items() if value.module == name}
+        """The tensors that the part ``name`` has made, in as many calls of it as this is in the pass.
+
+        What the model changes in place is a copy: the received tensor may be handed on, and is a leaf.
+        """
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        own = {v: tensor for v, tensor in self.values.items() if v.module == name and v.call == call}
+        return {value.place: tensor.clone() if value.changed else tensor for value, tensor in own.items()}
 
 
 class Sent:
@@ -56,10 +64,11 @@ class Sent:
         self.border, self.received = tuple(border), received
         self.values: dict[Value, torch.Tensor] = {}
         self._watching = False
+        self._calls: dict[str, int] = {}
 
     def begin(self, model: nn.Module) -> None:
         """A pass begins; what is handed through is there already."""
-        self.values = dict(self.received.values)
+        self.values, self._calls = dict(self.received.values), {}
         if not self._watching:  # at the first pass: so the hooks see what all others leave of a result
             self._watching = True
             for name in sorted({value.module for value in self.border} - {v.module for v in self.received.border}):
@@ -75,10 +84,15 @@ class Sent:
         wanted = [value for value in self.border if value.module == name]
 
         def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            call = self._calls.get(name, 0)
+            self._calls[name] = call + 1
             for value in wanted:
+                if value.call != call:
+                    continue
                 kind, *place = value.place
                 results = out if kind == RETURNED else dict(enumerate(args)) | kwargs
-                self.values[value] = tensor_at(results, tuple(place))
+                tensor = tensor_at(results, tuple(place))
+                self.values[value] = tensor.clone() if value.changed else tensor
 
         return after
 
@@ -102,16 +116,15 @@ def local_shapes(
     is whole on every rank.
 
     Raises:
-        PlanError: the residual stream is cut along the sequence, and more than the hidden state crosses a border; or
-            the split copy cannot be run without numbers.
+        PlanError: the residual stream is cut along the sequence, and something else crosses a border that has this
+            rank's positions alone; or the split copy cannot be run without numbers.
     """
     shapes = {value: value.shape for value in (*chain.hidden.values(), *chain.further)}
-    far = chain.further or any(value.first < value.last for value in chain.hidden.values())
-    if table.degree == 1 or not far:
+    handed_on = [value.module for value in chain.hidden.values() if value.first < value.last]
+    if table.degree == 1 or not (chain.further or handed_on):
         return shapes
-    if table.sequence is not None:
-        rule = f"{type(model).__name__} hands more than its hidden state from block to block"
-        raise PlanError("strategy.sequence_parallel = true with pp above 1", rule, "Use sequence_parallel=false")
+    if table.sequence is not None and handed_on:  # whole at the end of a stage, and a part of it inside
+        raise _of_positions(f"blocks behind the next one read the hidden state of {handed_on[0]}")
     split = copy.deepcopy(model)
     layouts = {name: ParamLayout(name, tuple(parameter.shape)) for name, parameter in split.named_parameters()}
     apply_table(split, table, _Alone(table.degree, rank), layouts)
@@ -119,8 +132,19 @@ def local_shapes(
         record, _, _ = record_pass(split, structure, fake_forward, SIZES)
     except Untraceable as error:
         raise error.refusal from None
-    made = {(value.module, value.place): template_of(value.tensor, SIZES) for value in record.values}
-    return {value: made[value.module, value.place] for value in shapes}
+    made = {(value.module, value.place, value.call): template_of(value.tensor, SIZES) for value in record.values}
+    own = {value: made[value.module, value.place, value.call] for value in chain.further}
+    if table.sequence is None:
+        return shapes | own | {value: made[value.module, value.place, value.call] for value in chain.hidden.values()}
+    for value, shape in own.items():
+        if shape.sizes.count("length") != value.shape.sizes.count("length"):
+            raise _of_positions(f"later blocks read what {value.module} returns of this rank's positions alone")
+    return shapes | own
+
+
+def _of_positions(rule: str) -> PlanError:
+    value = "strategy.sequence_parallel = true with pp above 1"
+    return PlanError(value, rule, "Use sequence_parallel=false")
 
 
 class _Alone:

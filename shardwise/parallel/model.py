@@ -22,7 +22,8 @@ from shardwise.spec.layout import chunk_range
 class ParallelModel:
     """One rank's part of the model, and the passes over a step's micro-batches.
 
-    ``stages`` are this rank's parts of the pipeline in the order of the model, ``shards`` their parameters.
+    ``stages`` are this rank's parts of the pipeline in the order of the model, ``shards`` their parameters;
+    ``num_logits`` of a token over all tensor ranks, None: as many as the configuration has ids.
 
     All batches are three int64 tensors [micro-batches, rows, length]: ids, shifted targets (-100: not
     supervised) and position ids. They are equal on the tensor and pipeline ranks of a data rank.
@@ -36,6 +37,7 @@ class ParallelModel:
         tied_group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype,
         *,
+        num_logits: int | None = None,
         split_logits: bool = True,
     ) -> None:
         self.stages, self.shards, self.mesh = tuple(stages), tuple(shards), mesh
@@ -44,7 +46,7 @@ class ParallelModel:
         self._dtype = compute_dtype  # of activations, which may be coarser than the stored weights
         split_logits &= mesh.size("tp") > 1
         parts, part = (mesh.size("tp"), mesh.coordinate("tp")) if split_logits else (1, 0)
-        self._vocab = chunk_range(config.vocab_size, parts, part)
+        self._vocab = chunk_range(num_logits or config.vocab_size, parts, part)
         self._tp_group = mesh.group("tp") if split_logits else None
         # FSDP2 sums over the replicas by itself.
         self._replica_sums = (

@@ -303,8 +303,11 @@ def _take_parameter(model: nn.Module, name: str) -> Shape:
 
 
 def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, stand_in)
+    replaced = model.get_submodule(name)
+    for module in list(model.modules()):
+        for child, other in list(module._modules.items()):
+            if other is replaced:  # a shared embedding has several names
+                module._modules[child] = stand_in
 
 
 def _whole_layouts(model: nn.Module, structure: Structure, cut: StageCut, owned: bool) -> dict[str, ParamLayout]:

@@ -24,12 +24,14 @@ def set_stored_dtypes(model: nn.Module, compute_dtype: torch.dtype, mesh: Mesh) 
     A parameter that the model itself made finer than the rest (a router's weight, Mamba's decay) computes as it is.
 
     Returns:
-        By name what FSDP2 cannot hold: these finer parameters, whose unit it would round, and single numbers.
+        By name what FSDP2 cannot hold: these finer parameters and whole numbers, which it would round as their unit,
+        and single numbers.
     """
     sharded = mesh.size("dp_shard") > 1
     whole = {}
     for name, parameter in model.named_parameters():
-        dtype = torch.promote_types(parameter.dtype, compute_dtype)
+        whole_numbers = not parameter.is_floating_point()
+        dtype = parameter.dtype if whole_numbers else torch.promote_types(parameter.dtype, compute_dtype)
         if dtype != compute_dtype or parameter.dim() == 0:
             whole[name] = parameter
         elif sharded and parameter.requires_grad:

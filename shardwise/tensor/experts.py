@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.models.calling import leaving_no_state
 from shardwise.spec.layout import chunk_range
 from shardwise.tensor.parts import Part, find_parts
 from shardwise.tensor.table import ParamCut
@@ -30,7 +31,11 @@ def find_expert_cuts(
             continue
         for dim in (1, 2):
             if parameter.shape[dim] >= degree:
-                cuts = _cuts_from(module, args, kwargs, params, last, dim, degree)
+                try:
+                    with leaving_no_state(module):
+                        cuts = _cuts_from(module, args, kwargs, params, last, dim, degree)
+                except RuntimeError:  # a recurrence, say, which goes on from its last call
+                    return None
                 if cuts is not None:
                     return cuts
     return None

@@ -225,14 +225,16 @@ def _experts(
     scattered again.
     """
     own = module.forward
+    num_experts = max((p.shape[0] for p in module.parameters(recurse=False) if p.dim() > 2), default=1)
     silent = [name for name, cut in once.items() if cut.dim is None] if group.rank else []
     matrices = [name for name, cut in once.items() if cut.dim is not None] if group.rank else []
 
-    def summed(value: torch.Tensor) -> torch.Tensor:
+    def read(value: torch.Tensor) -> torch.Tensor:
+        if positions is not None:
+            return positions.gather(value, num_experts)
         return sum_backward(value, group) if value.requires_grad else value
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        read = summed if positions is None else positions.gather
         args = tuple(read(value) if isinstance(value, torch.Tensor) else value for value in args)
         kwargs = {key: read(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
         with _silenced(module, silent):
@@ -240,7 +242,7 @@ def _experts(
             if matrices:
                 with _silenced(module, matrices):
                     out = out - own(*args, **kwargs)
-        return sum_forward(out, group) if positions is None else positions.scatter(out)
+        return sum_forward(out, group) if positions is None else positions.scatter(out, num_experts)
 
     return forward
 

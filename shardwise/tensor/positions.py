@@ -25,7 +25,8 @@ class Positions:
     """The positions of this rank in the pass that runs: set where the hidden state is cut, read all the way.
 
     Tensors are [rows, positions, ...], or lists of tokens [rows * positions, ...] as experts take them. Of a list
-    that is gathered the ranks' tokens come one after the other, which is right where each token is by itself.
+    that is gathered the ranks' tokens come one after the other, which is right where each token is by itself. A list
+    may hold all tokens once for each of several experts, one expert after the other: of each all ranks' tokens follow.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -49,15 +50,21 @@ class Positions:
         """This rank's positions, to [rows, length, ...], which all ranks go on with alike."""
         return join(hidden, self.group, 1, self.length, shares=False)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor, num_experts: int = 1) -> torch.Tensor:
         """The ranks' positions, to all of them; of what follows each rank has a share of the gradient."""
-        if x.dim() < 3:
-            return join(x, self.group, 0, x.shape[0] * self.group.size, shares=True)
-        return join(x, self.group, 1, self.length, shares=True)
+        if x.dim() > 2:
+            return join(x, self.group, 1, self.length, shares=True)
+        times = num_experts if x.shape[0] == num_experts * self.rows * self.own else 1
+        by_expert = x.unflatten(0, (times, -1))
+        return join(by_expert, self.group, 1, by_expert.shape[1] * self.group.size, shares=True).flatten(0, 1)
 
-    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+    def scatter(self, partial: torch.Tensor, num_experts: int = 1) -> torch.Tensor:
         """Partial results for all positions, to the sum over the ranks for this rank's."""
-        return cut(partial, self.group, int(partial.dim() > 2), summed=True)
+        if partial.dim() > 2:
+            return cut(partial, self.group, 1, summed=True)
+        tokens = self.rows * self.own * self.group.size
+        by_expert = partial.unflatten(0, (num_experts if partial.shape[0] == num_experts * tokens else 1, -1))
+        return cut(by_expert, self.group, 1, summed=True).flatten(0, 1)
 
     def keep(self, out: torch.Tensor) -> torch.Tensor:
         """A result that all ranks have for all positions, to this rank's; its gradient becomes a share."""

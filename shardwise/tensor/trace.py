@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.models.calling import call_model
+from shardwise.models.calling import call_model, leaving_no_state
 
 ROWS, LENGTH = 2, 8
 _FIRST_ID, _LAST_ID = 5, 40  # of the tokens: no special ones, and in every small copy's vocabulary
@@ -72,7 +72,8 @@ class BlockTrace:
 
     def call(self, block: nn.Module) -> torch.Tensor:
         """What ``block`` returns in the place of this one."""
-        out = block(*detached(self.args), **detached(self.kwargs))
+        with leaving_no_state(block):
+            out = block(*detached(self.args), **detached(self.kwargs))
         result: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
         return result
 
@@ -110,7 +111,8 @@ def trace_blocks(model: nn.Module, blocks: str) -> list[BlockTrace]:
 def run(model: nn.Module, length: int = LENGTH) -> torch.Tensor:
     """The logits of one pass over fixed tokens, as the blocks run in training."""
     ids = torch.randint(_FIRST_ID, _LAST_ID, (ROWS, length), generator=torch.Generator().manual_seed(0))
-    return call_model(model, ids, torch.arange(length).expand(ROWS, length))
+    with leaving_no_state(model):
+        return call_model(model, ids, torch.arange(length).expand(ROWS, length))
 
 
 def _acts_linearly(module: nn.Module) -> bool:

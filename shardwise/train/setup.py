@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.checkpoint.companions import Companions
@@ -16,10 +17,11 @@ from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
 from shardwise.data.loader import Loader, LoaderSettings
 from shardwise.data.rows import Row
 from shardwise.models.build import build_on_meta
+from shardwise.models.calling import num_positions
 from shardwise.models.describe import describe_sizes
 from shardwise.models.init import distributions, fill_random
 from shardwise.models.lora import Adapters, find_adapters
-from shardwise.models.structure import find_structure
+from shardwise.models.structure import find_structure, num_predicted
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.model import ParallelModel
@@ -114,6 +116,17 @@ def measured(spec: ModelSpec, model: PreTrainedModel, folder: Path) -> ModelSpec
         return spec
     exact = describe_sizes(model, find_structure(model), folder)
     return replace(exact, hash=spec.hash, has_weights=spec.has_weights)
+
+
+def within_tables(plan: Plan, model: nn.Module) -> Plan:
+    """``plan`` with no more positions and ids than ``model`` has for tokens.
+
+    The first rows of some tables of positions are not for them, and some heads predict fewer ids than can be read.
+    """
+    spec = plan.model
+    positions = min(num_positions(model) or spec.max_position_embeddings, spec.max_position_embeddings)
+    ids = min(num_predicted(model) or spec.vocab_size, spec.vocab_size)
+    return replace(plan, model=replace(spec, max_position_embeddings=positions, vocab_size=ids))
 
 
 def companions(run: RunConfig) -> Companions:

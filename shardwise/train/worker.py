@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.listing import CHECKPOINTS, saved_state
+from shardwise.checkpoint.listing import CHECKPOINTS, MANIFEST_FILE, is_unlisted, saved_state
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
@@ -41,7 +41,7 @@ from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.restarts import TellsRestart
 from shardwise.train.saving import TrainState, changes, intact_checkpoint, lora_fingerprint, restore
-from shardwise.train.setup import Blueprint, load_model, make_loader
+from shardwise.train.setup import Blueprint, load_model, make_loader, within_tables
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -122,6 +122,7 @@ def build_parts(
 
     blueprint = Blueprint(run)
     _ = blueprint.adapters  # those that do not fit the model are refused before rows are read
+    plan = within_tables(plan, blueprint.model)
     if run.data.packing:
         from_rank_0(lambda: check_packing(blueprint.model, _capacity(run, plan)))
     assert run.data.train is not None
@@ -214,6 +215,9 @@ def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
     if checkpoint is None:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
+    if terminal is not None and is_unlisted(checkpoint):
+        told = f"{checkpoint.name} has no {MANIFEST_FILE}: its files are as long as its index says"
+        print(f"{told}; what they hold cannot be compared with what was written", file=terminal, flush=True)
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
         for line in changes(saved_state(checkpoint)["run"], parts.run):

@@ -109,7 +109,7 @@ def _compare(name: str) -> dict[str, Any]:
     from shardwise.check.ranks import compare_rank
     from shardwise.check.small import SmallModel, _without_chance
     from shardwise.models.shrink import shrink
-    from shardwise.models.structure import find_structure
+    from shardwise.models.structure import find_structure, num_predicted
     from shardwise.parallel.agreement import from_rank_0
     from shardwise.spec.run import TrainConfig
     from shardwise.spec.strategy import Strategy, default_stages
@@ -119,8 +119,9 @@ def _compare(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
-        num_blocks = find_structure(AutoModelForCausalLM.from_config(copy.deepcopy(config))).num_blocks
-    copied = SmallModel(config, None, num_blocks, ())
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    num_blocks = find_structure(whole).num_blocks
+    copied = SmallModel(config, None, num_blocks, (), num_predicted(whole))
     run = SimpleNamespace(train=TrainConfig(optimizer="sgd"))
     strategy = Strategy(pp=2, tp=2, stages=default_stages(num_blocks, 2), reshard=False)
     want = from_rank_0(lambda: _reference(copied, run))

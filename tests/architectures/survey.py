@@ -55,6 +55,8 @@ def architectures() -> list[str]:
 
 # What a configuration must say before transformers can build or run its model: its defaults alone do not do.
 COMPLETED: dict[str, dict[str, Any]] = {
+    # As an encoder; block-sparse attention looks ahead.
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },

@@ -90,6 +90,7 @@ _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
         ({"model.norm.weight": None}, "model.norm.weight"),
         ({"model.norm.bias": torch.zeros(32)}, "model.norm.bias"),
         ({"lm_head.weight": torch.zeros(130, 32)}, "lm_head.weight has shape"),
+        ({"lm_head.weight": torch.zeros(131, 32, dtype=torch.int64)}, "lm_head.weight is torch.int64"),
         ({"model.layers.9.input_layernorm.weight": torch.zeros(32)}, "model.layers.9"),
     ],
 )

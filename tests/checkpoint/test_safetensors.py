@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        f"{shape} {dtype}": torch.randn(shape, generator=generator).to(dtype)
+        f"{shape} {dtype}": (300 * torch.randn(shape, generator=generator)).to(dtype)
         for shape in [(5,), (6, 4), (3, 4, 5)]
         for dtype in DTYPES.values()
     }
@@ -56,7 +56,7 @@ def test_a_slice_is_read_as_stored_or_converted(folder, data):
     bounds = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in whole.shape]
     expected = whole[tuple(slice(*b) for b in bounds)]
     dtype = data.draw(st.sampled_from([whole.dtype, torch.float32, torch.bfloat16]))
-    out = torch.full(expected.shape, float("nan"), dtype=dtype)
+    out = torch.full(expected.shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
     if out.dim() > 1 and data.draw(st.booleans()):
         out = out.transpose(0, -1).contiguous().transpose(0, -1)
     with TensorFolder(where) as stored:
@@ -96,12 +96,21 @@ def _spoilt(path: Path, how: str) -> None:
     elif how == "not JSON":
         path.write_bytes(data[:8] + b"x" * length + data[8 + length :])
     else:
-        header["x"] |= {"shape": [9]} if how == "shape" else {"dtype": "F8_E4M3"}
+        size = len(data) - 8 - length
+        header["x"] |= {
+            "shape": {"shape": [9]},
+            "dtype": {"dtype": "F8_E4M3"},
+            "before its data": {"data_offsets": [-8, size - 8]},
+        }[how]
+        if how == "before its data":
+            header["y"] = {"dtype": "F32", "shape": [2], "data_offsets": [size - 8, size]}
         text = json.dumps(header).encode().ljust(length)
         path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-@pytest.mark.parametrize("how", ["cut off", "longer", "empty", "no header", "not JSON", "shape", "dtype"])
+@pytest.mark.parametrize(
+    "how", ["cut off", "longer", "empty", "no header", "not JSON", "shape", "dtype", "before its data"]
+)
 def test_a_broken_file_is_refused_by_name(tmp_path, how):
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.zeros(4)}, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -267,13 +266,6 @@ def _rank_pids(job: Job) -> list[int]:
     return [int(path.read_text()) for path in paths]
 
 
-def test_a_killed_rank_of_a_script_is_named(inputs: Path, tmp_path: Path) -> None:
-    with script(inputs, tmp_path, CONTACT + "time.sleep(300)", SHARDWISE_DEVICE="cpu") as job:
-        os.kill(_rank_pids(job)[1], signal.SIGKILL)
-        assert job.wait() == 3
-    assert "rank 1 was killed by SIGKILL" in job.stderr
-
-
 def test_a_killed_launcher_takes_its_script_along(inputs: Path, tmp_path: Path) -> None:
     with script(inputs, tmp_path, CONTACT + "time.sleep(300)", SHARDWISE_DEVICE="cpu") as job:
         _rank_pids(job)
@@ -364,12 +356,50 @@ ms.set_context(mode=ms.GRAPH_MODE)
     assert any(times) == compiled
 
 
-def test_a_rank_that_is_killed_on_another_machine_is_named_by_both(inputs: Path, tmp_path: Path) -> None:
+# One rank dies at the end of its third step, in the first attempt alone.
+DIES = """
+from shardwise import Callback
+class Dies(Callback):
+    may_stop = False
+    def on_step_end(self, step, metrics):
+        if step == 3 and os.environ["RANK"] == "RANK_THAT_DIES" and not Path(sys.argv[2] + "-died").exists():
+            Path(sys.argv[2] + "-died").touch()
+            os.kill(os.getpid(), 9)
+arguments |= dict(save_steps=1, restarts=1)
+"""
+
+
+def dying(rank: int) -> str:
+    train = TRAIN.replace("strategy=", "callbacks=[Dies()], strategy=")
+    return DIES.replace("RANK_THAT_DIES", str(rank)) + train
+
+
+def test_a_script_goes_on_after_a_failure(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
+    """It begins from its first line, and its Trainer from the newest checkpoint; a Trainer before it begins anew."""
+    first = "Trainer(model, TrainingArguments(**arguments | dict(output_dir=sys.argv[2] + '-first', max_steps=1)),"
+    first += " train_dataset=rows, strategy=dict(pp=2)).train()\n"
+    text = dying(1).replace("\ntrainer =", f"\n{first}trainer =")
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait() == 0, job.stderr
+    assert losses(job.output_dir) == pytest.approx(expected, rel=FP32_LOSS)
+    assert "rank 1 was killed by SIGKILL" in job.stderr
+    assert "; restart 1 of 1\n" in job.stderr
+    assert "resuming from " in job.stderr
+    assert "restart 1 of 1: step 3 is made, " in job.stderr
+    status = job.status()
+    assert (status["state"], status["step"], status["first_step"], status["restarts"]) == ("done", STEPS, 2, 1)
+    log = (tmp_path / "out-first" / "logs" / "rank-1.log").read_text()
+    assert log.count("first line") == 1, "the second attempt writes where the first has failed, until it knows better"
+
+
+def test_a_job_of_two_machines_goes_on_after_a_failure_and_a_second_one_is_named_by_both(
+    inputs: Path, tmp_path: Path, expected: list[float]
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    mark = "Path(sys.argv[2] + '-begun-' + os.environ.get('RANK', 'first')).write_text(str(os.getpid()))\n"
-    path, out = write(tmp_path, f"arguments['max_steps'] = 3000\n{mark}{TRAIN}", shard=2), tmp_path / "out"
+    ends = "os.kill(os.getpid(), 9) if os.environ['RANK'] == '3' else time.sleep(60)\n"
+    path, out = write(tmp_path, dying(3) + ends, shard=2), tmp_path / "out"
 
     def start(rank: int) -> Any:
         places = ("nnodes=2", f"node_rank={rank}", f"rdzv_endpoint={endpoint}")
@@ -378,11 +408,12 @@ def test_a_rank_that_is_killed_on_another_machine_is_named_by_both(inputs: Path,
         return command(out, *run, str(path), str(inputs), str(out))
 
     with start(1) as second, start(0) as first:
-        metrics = out / "metrics.jsonl"
-        first.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
-        os.kill(int((tmp_path / "out-begun-3").read_text()), signal.SIGKILL)
-        assert first.wait() == 3
-        assert second.wait() == 3
+        assert first.wait() == 3, first.stderr
+        assert second.wait() == 3, second.stderr
     for job in (first, second):
-        assert "rank 3 was killed by SIGKILL" in job.stderr
+        assert job.stderr.count("rank 3 was killed by SIGKILL") == 2
+        assert job.stderr.count("; restart 1 of 1") == 1
+    assert losses(out) == pytest.approx(expected, rel=FP32_LOSS)
+    assert len({tuple(result) for result in results(out, 4)}) == 1
+    assert (first.status()["first_step"], first.status()["restarts"]) == (2, 1)
     assert (first.status()["state"], first.status()["rank"]) == ("failed", 3)

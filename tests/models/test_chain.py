@@ -64,6 +64,11 @@ class Custom(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = start = self.embed(input_ids) + self.places(position_ids)
+        if self.extra == "added in place":
+            start = self.embed(input_ids)
+            for step in (1, 2):
+                start += self.places(position_ids // step)
+            x = start * 1.0
         if self.extra == "own scale":
             x = x * self.scale
         for index in self.order:
@@ -74,7 +79,7 @@ class Custom(nn.Module):
                 x = x * 1.5
         if self.extra == "mask":
             x = x * (start > 0)
-        return self.head(self.norm(x + start if self.extra == "skip" else x))
+        return self.head(self.norm(x + start if self.extra in ("skip", "added in place") else x))
 
 
 def custom(**options: Any) -> Callable[[], nn.Module]:
@@ -117,9 +122,17 @@ def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{"extra": "skip"}, {"extra": "mask"}, {"extra": "between"}, {"extra": "own scale"}, {"order": (0,)}],
+    [
+        {"extra": "skip"},
+        {"extra": "added in place"},
+        {"extra": "mask"},
+        {"extra": "between"},
+        {"extra": "own scale"},
+        {"order": (0,)},
+    ],
     ids=[
         "the head reads the embedding",
+        "which is changed in place by a module that runs twice",
         "without a gradient",
         "between",
         "a weight of the model",
@@ -179,7 +192,7 @@ def test_stages_equal_the_model(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("prophetnet", "shares their weight"), ("zamba", "which is not its own")],
+    [("prophetnet", "depend on more than rows and length"), ("zamba", "which is not its own")],
 )
 def test_what_cannot_be_handed_over_is_refused(name: str, rule: str) -> None:
     model = build_small(shrink(CONFIG_MAPPING[name]()))

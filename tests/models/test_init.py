@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.apertus import modeling_apertus
 
 from shardwise.errors import PlanError
 from shardwise.models.build import freeze_stored_buffers
@@ -71,6 +72,20 @@ def test_truncated_values_lie_in_their_interval_and_spread():
     assert 0.0 <= float(shard.data.min()) < 0.01
     assert 1.49 < float(shard.data.max()) <= 1.5
     assert float(shard.data.mean()) == pytest.approx(0.7066, abs=0.01)  # of a normal cut at -0.5 and 1 deviations
+
+
+def test_what_a_constructor_makes_of_a_width_is_refused(monkeypatch):
+    """The copies that it is seen on are narrower than the model."""
+    own = modeling_apertus.ApertusMLP.__init__
+
+    def by_width(self, config):
+        own(self, config)
+        with torch.no_grad():
+            self.act_fn.alpha_p.fill_(config.hidden_size**-0.5)
+
+    monkeypatch.setattr(modeling_apertus.ApertusMLP, "__init__", by_width)
+    with pytest.raises(PlanError, match=r"alpha_p.*its initial distribution is not known"):
+        distributions(on_meta(default_config("apertus")))
 
 
 def test_what_a_constructor_draws_is_refused():

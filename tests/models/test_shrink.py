@@ -41,12 +41,14 @@ def test_heads_stay_even_and_in_order(values: list[int]) -> None:
         assert all(small[a] <= small[b] for b in values if a < b)
 
 
-@given(st.lists(st.integers(200, 300000), min_size=1, max_size=3, unique=True), st.integers(2, 8))
+@given(st.lists(st.integers(2000, 300000), min_size=1, max_size=3, unique=True), st.integers(2, 32))
 @settings(max_examples=50)
 def test_vocabularies_keep_remainders_and_order(values: list[int], degree: int) -> None:
+    """And leave no rank without a part: GPT-2's 50,257 words over 16 ranks leave a remainder of 1."""
     small = small_vocabulary(values, degree)
     assert all(small[value] % degree == value % degree for value in values)
     assert [small[value] for value in sorted(values)] == sorted(small.values())
+    assert all((degree - 1) * -(-value // degree) < value for value in small.values())
 
 
 @given(st.integers(1, 512), st.integers(2, 8))
@@ -71,6 +73,23 @@ def test_a_head_width_of_its_own() -> None:
     small = small_of("qwen3", hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     assert small.num_attention_heads == 2 * small.num_key_value_heads
     assert small.hidden_size < small.num_attention_heads * small.head_dim
+
+
+def test_states_are_not_as_wide_as_heads_by_accident() -> None:
+    """Parts of a fused weight are told by their sizes: 64 inner features and 32 of states were 32 and 32."""
+    small = small_of("mamba2", hidden_size=32, num_heads=8, head_dim=8, n_groups=2, state_size=16)
+    inner = small.num_heads * small.head_dim
+    assert inner == small.expand * small.hidden_size
+    assert inner not in (small.state_size, small.n_groups * small.state_size)
+    alike = small_of("mamba2", hidden_size=32, num_heads=8, head_dim=8, n_groups=2, state_size=32)
+    assert alike.n_groups * alike.state_size == alike.num_heads * alike.head_dim
+
+
+def test_a_wider_copy() -> None:
+    narrow, wide = (shrink(CONFIG_MAPPING["qwen3"](), scale=scale) for scale in (1, 2))
+    assert wide.hidden_size == 2 * narrow.hidden_size
+    assert wide.intermediate_size != narrow.intermediate_size
+    assert (wide.num_hidden_layers, wide.num_attention_heads) == (narrow.num_hidden_layers, narrow.num_attention_heads)
 
 
 def test_two_blocks_of_each_kind() -> None:

@@ -120,6 +120,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Further models of single tests: the tables of all families leave them out.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4_text": (
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
+        },
+    ),
     # Its residual stream stays in fp32.
     "mamba2": (
         "mamba2",

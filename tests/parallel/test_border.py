@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from shardwise.errors import PlanError
 from shardwise.models.chain import find_chain
+from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure
 from shardwise.parallel.border import Received, local_shapes, need_gradients
 from shardwise.parallel.pipeline import Absent, StageCut, cut_modules
-from shardwise.tensor.table import ModuleSplit, SequenceSplit, ShardingTable, Style
+from shardwise.tensor.find import find_table
+from shardwise.tensor.table import ModuleSplit, ShardingTable, Style
+from tests.architectures.survey import default_config
 from tests.parallel.families import family_config
 
 
@@ -49,11 +54,21 @@ def test_a_gradient_is_sent_where_something_trains_before(whole):
     assert not any(need_gradients(border, False, trained))
 
 
-def test_a_sequence_that_is_cut_hands_over_the_hidden_state_alone(whole):
-    model, structure, chain = whole
-    table = ShardingTable(2, sequence=SequenceSplit(structure.blocks))
+def test_a_sequence_that_is_cut_hands_over_no_part_of_it():
+    """RoFormer's table of positions is whole on every rank; a hidden state that later blocks read is not."""
+    small = shrink(default_config("roformer"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    structure = find_structure(model)
+    chain = find_chain(model, structure)
+    table = find_table(model, build_small(small), 2, sequence=True)
+    shapes = local_shapes(model, structure, chain, table, 1)
+    state, places = chain.border(1)
+    assert shapes[state].sizes == ("rows", "length", small.hidden_size)
+    assert shapes[places].sizes[0] == "length"
+    far = replace(chain, hidden={0: replace(chain.hidden[0], last=2), **dict(list(chain.hidden.items())[1:])})
     with pytest.raises(PlanError, match=r"sequence_parallel = true with pp above 1.*Use sequence_parallel=false"):
-        local_shapes(model, structure, chain, table, 0)
+        local_shapes(model, structure, far, table, 0)
 
 
 def test_weights_that_a_model_takes_from_an_absent_module_are_zeros_without_memory():

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from shardwise.parallel.balance import balance_loss
+from shardwise.models.routers import Routers
+from shardwise.parallel.balance import Balance, balance_loss
 from shardwise.spec import tolerance
 from shardwise.testing import run_distributed
 from tests.fixtures import make_rows
@@ -113,6 +114,34 @@ def test_70_one_block_and_micro_batch_agree_with_transformers(experts: int) -> N
     assert float(balance_loss(logits, mask, 2)) == pytest.approx(float(want), rel=1e-6)
     even = torch.zeros(24, experts)  # all probabilities equal: the least value is the number of experts a token has
     assert float(balance_loss(even, mask, 2)) == pytest.approx(2.0)
+
+
+class _Listing(torch.nn.Module):
+    """A block whose router, and which itself, answers by a list or by a tuple."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.gate, self.kind = torch.nn.Linear(6, 3), kind
+        self.gate.register_forward_hook(lambda *call: kind([call[-1], None]))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.kind([x * self.gate(x)[0].sum(), None])
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_70_answers_may_be_lists(kind: type) -> None:
+    torch.manual_seed(0)
+    block, x = _Listing(kind), torch.randn(2, 5, 6, requires_grad=True)
+    balance = Balance(block, [block], Routers(("gate",), 0, 2, 0.5))
+    balance.begin(torch.tensor([[5, 3]]), 8)
+    balance.next_micro_batch(5)
+    out = block(x)
+    assert type(out) is kind
+    assert out[1] is None
+    out[0].sum().backward()
+    mask = torch.tensor([True] * 8 + [False] * 2)
+    logits = torch.nn.functional.linear(x.detach(), block.gate.weight, block.gate.bias).flatten(0, 1)
+    assert balance.finish() == pytest.approx(0.5 * float(balance_loss(logits, mask, 2)))
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tp": 2, "pp": 2},
     "pp2-recompute": {"pp": 2, "recompute": -1},
 }
+if EVERYTHING:
+    LAYOUTS["pp4"] = {"pp": 4}
 MAIN = (
     *("gpt_neox", "gpt_neox-serial", "gpt2", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "glm", "glm4", "mixtral", "qwen3_moe"),
@@ -49,6 +51,8 @@ def _table() -> list[tuple[str, str]]:
     few = {name: ("tp2", "tp2-pp2", *(("dp_shard2",) if name in SHARDED else ())) for name in MAIN}
     rows = [(name, layout) for name in MAIN for layout in (LAYOUTS if name in every else few[name])]
     rows += [("gemma3n_text", layout) for layout in ("pp2", "tp2-pp2")]
+    if EVERYTHING:
+        rows += [("gemma3n_text", layout) for layout in ("pp4", "pp2-dp2")]
     rows += [("deepseek_v3", "dp_shard2")]  # what is frozen among what trains
     return rows + [(name, layout) for name in OTHERS for layout in ("pp2", "tp2")]
 

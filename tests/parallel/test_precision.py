@@ -44,15 +44,21 @@ from tests.parallel.harness import (
     run_cases,
     strategy,
 )
-from tests.parallel.layouts import LAYOUTS
+from tests.parallel.layouts import LAYOUTS as COMMON
 from tests.parallel.tables import Table
 
+LAYOUTS: dict[str, dict[str, Any]] = COMMON | {"tp2-sequence": {"tp": 2, "sequence_parallel": True}}
+if EVERYTHING:
+    LAYOUTS["tp2-pp2-sequence"] = {"tp": 2, "pp": 2, "sequence_parallel": True}
 MODELS = ("llama", "qwen3-tied")
 TABLE = [(model, layout) for model in MODELS for layout in LAYOUTS]
 # Each axis alone and all together; the second model and AdamW repeat some, unless everything is asked for.
 FEW: dict[str, list[tuple[str, str]]] = {
     "sgd": [
-        *(("llama", name) for name in ("one", "tp2", "pp2", "dp_replicate2", "dp_shard2", "tp2-pp2-dp2")),
+        *(
+            ("llama", name)
+            for name in ("one", "tp2", "pp2", "dp_replicate2", "dp_shard2", "tp2-pp2-dp2", "tp2-sequence")
+        ),
         *(("qwen3-tied", name) for name in ("tp2", "pp2")),
     ],
     "adamw": [("llama", "tp2"), ("llama", "dp_shard2")],

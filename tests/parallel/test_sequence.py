@@ -39,8 +39,10 @@ FAMILIES = {
     "opt": {},  # the block calls the MLP's matrices itself
     "bloom": {},  # attention adds the residual
     "qwen2_moe": {"num_hidden_layers": 2},
-    "qwen3_moe": {"num_hidden_layers": 2},
+    "llama4_text": {"num_hidden_layers": 2},  # its experts take every token once for each of them
 }
+if EVERYTHING:
+    FAMILIES |= {"qwen3_moe": {"num_hidden_layers": 2}}
 # The bias of k moves all scores of a query alike: its gradient is 0 but for rounding, which AdamW divides by itself. In
 # fp32 that moves the bias, in whatever layout; in float64 it stays below AdamW's epsilon.
 BIASED_KEYS = ("gpt_neox", "gpt2", "phi", "opt", "bloom")
@@ -53,6 +55,8 @@ REPEATED = ("tp2", "tp4", "tp2-pp2-recompute", "tp2-dp_shard2")  # by the second
 def _table() -> dict[str, tuple[str, dict[str, Any]]]:
     rows = {f"llama/{name}": ("llama", degrees) for name, degrees in LAYOUTS.items()}
     rows |= {f"qwen3-tied/{name}": ("qwen3-tied", LAYOUTS[name]) for name in (LAYOUTS if EVERYTHING else REPEATED)}
+    if EVERYTHING:
+        rows |= {f"llama4_text/{name}": ("llama4_text", LAYOUTS[name]) for name in ("tp4", "tp2-pp2", "tp2-dp_shard2")}
     return rows | {f"{model}/tp2": (model, LAYOUTS["tp2"]) for model in FAMILIES}
 
 

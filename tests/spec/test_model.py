@@ -82,6 +82,8 @@ UNUSUAL = {
     "gpt_neo": {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]]},
     "xlnet": {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48},
     "rwkv": {"hidden_size": 32, "num_hidden_layers": 3, "attention_hidden_size": 32},
+    # The first two of its 64 positions are not for tokens.
+    "roberta": {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64},
 }
 
 
@@ -89,16 +91,17 @@ UNUSUAL = {
 def test_sizes_that_the_file_does_not_name_are_those_of_the_modules(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig
 
-    sizes = UNUSUAL[family] | {"vocab_size": 131}
+    sizes = UNUSUAL[family] | {"vocab_size": 131} | ({"is_decoder": True} if family == "roberta" else {})
     AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json: has no "):
         read_model(tmp_path)
     spec = read_model(tmp_path, describe_folder)
     assert spec.num_blocks == next(sizes[key] for key in ("num_hidden_layers", "num_layers", "n_layer") if key in sizes)
-    assert spec.num_heads == next((sizes[key] for key in ("num_heads", "n_head") if key in sizes), 0)
+    heads = ("num_heads", "n_head", "num_attention_heads")
+    assert spec.num_heads == next((sizes[key] for key in heads if key in sizes), 0)
     assert spec.hidden_size == 32
     assert spec.vocab_size == 131
-    assert spec.max_position_embeddings == {"gpt_neo": 2048, "rwkv": 1024}.get(family, NO_LIMIT)
+    assert spec.max_position_embeddings == {"gpt_neo": 2048, "rwkv": 1024, "roberta": 62}.get(family, NO_LIMIT)
     assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 

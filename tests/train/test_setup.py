@@ -7,13 +7,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from shardwise.config import apply_overrides
 from shardwise.launch.resolve import prepare
 from shardwise.spec import compiling
+from shardwise.spec.plan import Plan
+from shardwise.spec.strategy import Strategy
 from shardwise.testing import run_distributed
 from shardwise.train import setup
 from shardwise.train.context import WorkerContext
+from shardwise.train.setup import within_tables
+from tests.spec.model_folder import make_spec
 from tests.train.runs import make_inputs
 
 
@@ -35,6 +40,18 @@ def _rank(rank: int, overrides: list[str], output_dir: Path) -> tuple[int, bool]
         parts = build_parts(run, plan, context, compiler_available=True)
     parts.meter.close()
     return build.call_count, bool(parts.run.train.compile)
+
+
+def test_rows_of_tables_that_are_not_for_tokens_limit_the_rows(tmp_path: Path) -> None:
+    plan = Plan(make_spec(tmp_path), Strategy(stages=(4,)), 4, "cpu")
+    words, places = torch.nn.Embedding(132, 4), torch.nn.Embedding(40, 4, padding_idx=1)
+    model = torch.nn.ModuleDict({"words": words, "position_embeddings": places})
+    assert (plan.model.max_position_embeddings, plan.model.vocab_size) == (64, 132)
+    found = within_tables(plan, model).model
+    assert (found.max_position_embeddings, found.vocab_size) == (38, 132)
+    model.get_output_embeddings = lambda: torch.nn.Linear(4, 130)
+    assert within_tables(plan, model).model.vocab_size == 130
+    assert within_tables(plan, torch.nn.ModuleDict({"words": words})) == plan
 
 
 @pytest.mark.slow
