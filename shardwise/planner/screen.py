@@ -78,6 +78,7 @@ class _Rates:
     saved_first: Any
     saved_last: Any
     workspace: Any
+    workspace_first: Any
     workspace_last: Any
     waiting: Any
     waiting_bytes: Any
@@ -361,6 +362,7 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
         "last": ends[1],
         "saved_first": saved[0],
         "saved_last": saved[1] + more,
+        "workspace_first": workspace_bytes(costs.embedding, "none", layout, work),
         "workspace_last": workspace_bytes(costs.head, "none", layout, work),
     }
     return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
@@ -380,16 +382,13 @@ def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
 
 
 def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
-    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them.
+    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them, and what the heap keeps.
 
     Gradients that come as activations go are left out: activations are taken to be more.
     """
     terms = state_terms([(part, 1, "none") for part in parts], layout, job.work)
+    terms["heap"] = sum(block_heap_bytes(part, layout.recompute, layout, job.work) for part in parts)
     return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
-
-
-def _heap_bytes(job: Job, layout: Layout, kind: PartCosts) -> Any:
-    return block_heap_bytes(kind, layout.recompute, layout, job.work)
 
 
 def _gathered_bytes(job: Job, layout: Layout) -> Any:
@@ -426,7 +425,6 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    state = state + sum(times * _heap_bytes(job, layout, kind) for kind, times in _kinds(job)) / num_blocks
     slack = 1 + slack_share(job.work)
     gathered = _gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
@@ -434,8 +432,10 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     if job.work.counted == "device":
         base = base + communicator_bytes(layout, job.cluster)
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
+    beside_first = np.maximum(rates.workspace_first - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
-    first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
+    with_head = rates.saved_last * slack + np.maximum(beside_head, beside_first)
+    first = first + np.where(pp == 1, with_head, beside_first)
     last = base + ends[1] + rates.saved_last * slack + beside_head
     per_block = state + inflight * rates.saved * slack
     # The last rank's first halves run ahead of the second ones, by a micro-batch for each rank before it.
