@@ -1,11 +1,16 @@
 """Seconds to tokenise a file of chats and one of plain texts: ``shardwise data prepare`` against ``datasets.map``.
 
-    python -m benchmarks.data [--rows 100000] [--processes 2]
+    python -m benchmarks.data [--rows 100000] [--processes 2] [--kinds chats own texts]
+    python -m benchmarks.data --memory
 
 Both sides read the same JSON lines with the same tokenizer, chat template and number of processes, alternating, each in
 a process of its own, and the clock starts behind the imports and the loading of the tokenizer. Both make token ids and,
-for chats, the mask of what the assistant says: the peer by the marks in the template, in batches. Their numbers of
-supervised tokens must agree. Needs the package datasets.
+for ``chats``, the mask of what the assistant says: the peer by marks that the template has for it, in batches. Their
+numbers of supervised tokens must agree. For ``own`` the template is the model's own, without marks: the peer makes
+token ids alone, this side the mask too, and the numbers of all tokens must agree. Needs the package datasets.
+
+With ``--memory``: seconds, and the most memory of its own that the process which writes held, for ten thousand and for
+a million short texts. Needs no peer.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-KINDS, SIDES = ("chats", "texts"), ("shardwise", "datasets")
+KINDS, SIDES = ("chats", "own", "texts"), ("shardwise", "datasets")
+MANY_ROWS = (10_000, 1_000_000)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
@@ -40,12 +46,12 @@ def write_rows(path: Path, kind: str, number: int) -> None:
         for index in range(number):
             turns = [dict(turn) for turn in chats[index % len(chats)]]
             turns[-1]["content"] += f" {index}"
-            row = {"messages": turns} if kind == "chats" else {"text": "\n".join(turn["content"] for turn in turns)}
+            row = {"messages": turns} if kind != "texts" else {"text": "\n".join(turn["content"] for turn in turns)}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
-    """``(seconds, supervised tokens)`` of preparing a file."""
+    """``(seconds, supervised tokens)`` of preparing a file; of one of the kind ``own`` all tokens."""
     from transformers import AutoTokenizer
 
     from shardwise.data.prepared import open_prepared, prepare
@@ -54,14 +60,16 @@ def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tupl
 
     AutoTokenizer.from_pretrained(model)  # so that its imports are no work of either side
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    run = parse_run({"model": str(model), "chat_template": TEMPLATE, "data": {"train": str(path)}})
+    template = {} if path.stem == "own" else {"chat_template": TEMPLATE}
+    run = parse_run({"model": str(model), "data": {"train": str(path)}} | template)
     began = time.perf_counter()
     rows, _ = open_prepared(prepare(Source(path, run, vocab_size), folder, processes))
-    return time.perf_counter() - began, int(rows.supervised.sum())
+    seconds = time.perf_counter() - began
+    return seconds, int((rows.lengths if path.stem == "own" else rows.supervised).sum())
 
 
 def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
-    """``(seconds, supervised tokens)`` of reading a file and mapping a tokenizer over it in batches."""
+    """``(seconds, tokens)`` as of :func:`run_shardwise`, of reading a file and mapping a tokenizer over it."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -69,6 +77,9 @@ def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple
     settings = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        if path.stem == "own":
+            found = tokenizer.apply_chat_template(batch["messages"], tokenize=True, return_dict=True)
+            return {"input_ids": found["input_ids"]}
         if "messages" in batch:
             found = tokenizer.apply_chat_template(batch["messages"], chat_template=TEMPLATE, **settings)
             return {"input_ids": found["input_ids"], "learned": found["assistant_masks"]}
@@ -79,19 +90,47 @@ def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple
     table = Dataset.from_json(str(path), cache_dir=str(folder))
     table = table.map(encode, batched=True, num_proc=processes, remove_columns=table.column_names)
     seconds = time.perf_counter() - began
-    return seconds, sum(map(sum, table["learned"]))
+    return seconds, sum(map(len, table["input_ids"])) if path.stem == "own" else sum(map(sum, table["learned"]))
 
 
 def measure(side: str, path: Path, model: Path, processes: int) -> dict[str, Any]:
     """One run of a side in a process of its own, with a cache of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.data", "--side", side, "--file", str(path)]
-        command += ["--model", str(model), "--processes", str(processes), "--folder", folder]
+        command = _side(side, path, model, processes, folder)
         # Threads of the tokenizer beside processes would take each other's cores.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def measure_memory(model: Path, processes: int) -> None:
+    """Print what a growing number of rows costs the process that writes them."""
+    for number in MANY_ROWS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "many.jsonl"
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps({"text": f"Row {index} of many."}) + "\n" for index in range(number))
+            peak = 0
+            with subprocess.Popen(_side("shardwise", path, model, processes, folder), stdout=subprocess.PIPE) as child:
+                while child.poll() is None:
+                    peak = max(peak, _own_bytes(child.pid))
+                    time.sleep(0.02)
+                assert child.stdout is not None
+                found = json.loads(child.stdout.read().splitlines()[-1])
+        print(f"{number:,} rows: {found['seconds']:.1f} s, at most {peak / 2**20:.0f} MiB of its own")
+
+
+def _own_bytes(process: int) -> int:
+    """Anonymous memory of a process, in bytes; 0 of one that has ended."""
+    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def _side(side: str, path: Path, model: Path, processes: int, folder: str) -> list[str]:
+    """The command that runs a side in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.data", "--side", side, "--file", str(path)]
+    return [*command, "--model", str(model), "--processes", str(processes), "--folder", folder]
 
 
 def main() -> None:
@@ -100,6 +139,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--model", type=Path, default=MODEL)
     for name in ("side", "file", "folder"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -109,8 +150,11 @@ def main() -> None:
         seconds, tokens = side(Path(given.file), given.model, given.processes, Path(given.folder))
         print(json.dumps({"seconds": seconds, "tokens": tokens}))
         return
+    if given.memory:
+        measure_memory(given.model, given.processes)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
+        for kind in given.kinds:
             path = Path(folder) / f"{kind}.jsonl"
             write_rows(path, kind, given.rows)
             taken: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -125,7 +169,7 @@ def main() -> None:
             medians = {side: statistics.median(times) for side, times in taken.items()}
             for side in SIDES:
                 speed = (
-                    f"{given.rows / medians[side]:,.0f} rows/s, {tokens[side] / medians[side]:,.0f} supervised tokens/s"
+                    f"{given.rows / medians[side]:,.0f} rows/s, {tokens[side] / medians[side]:,.0f} tokens counted/s"
                 )
                 print(f"{kind}: {side} {medians[side]:.1f} s, {speed}")
             print(f"{kind}: ratio of seconds {medians['shardwise'] / medians['datasets']:.2f}")

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.startup import CONFIG
+from benchmarks.startup import CONFIG, lay_out
 
 if TYPE_CHECKING:
     from shardwise.train.context import WorkerContext
@@ -216,10 +216,7 @@ def train_and_die(context: WorkerContext) -> dict[str, Any]:
 
 def prepare_job(folder: Path, name: str, steps: int, kills: list[Kill], background: bool) -> Path:
     """Model, rows, and an output folder of this name; its path."""
-    from shardwise.launch.resolve import prepare
-    from shardwise.spec.run import dump_run
-
-    model, output = folder / "model", folder / name
+    model = folder / "model"
     if not model.is_dir():
         model.mkdir()
         (model / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}))
@@ -235,12 +232,9 @@ def prepare_job(folder: Path, name: str, steps: int, kills: list[Kill], backgrou
         "save": {"strategy": "steps", "steps": SAVE_STEPS, "keep": 2, "async": background},
         "restarts": len(kills) + 1,
         "device": "cpu",
-        "output_dir": str(output),
+        "output_dir": str(folder / name),
     }
-    run, plan = prepare(tree)
-    output.mkdir()
-    (output / "run.yaml").write_text(dump_run(run), encoding="utf-8")
-    plan.save(output / "plan.json")
+    output = lay_out(tree)
     (output / _PLAN).write_text(json.dumps([asdict(kill) for kill in kills]), encoding="utf-8")
     return output
 

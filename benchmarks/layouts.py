@@ -1,9 +1,10 @@
-"""The layouts that are measured, and the batches that both sides train on. Imports no torch."""
+"""The layouts that are measured, the models, and the batches that both sides train on. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 ROWS = 8
 LENGTH = 64
@@ -41,6 +42,27 @@ LAYOUTS = {
         Layout("fsdp2", dp_shard=2),
     )
 }
+
+
+def llama(hidden: int, ffn: int, blocks: int, heads: tuple[int, int], vocab: int, **more: Any) -> dict[str, Any]:
+    """The ``config.json`` of a Llama; ``heads`` are its attention heads and its key/value heads."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return config | more
 
 
 def num_cores() -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layouts import num_cores, quiet_environment
+from benchmarks.layouts import llama, num_cores, quiet_environment
 from shardwise.launch.measuring import measured_cluster
 from shardwise.launch.planning import folder_costs, work_of
 from shardwise.planner.host import on_cluster
@@ -34,29 +34,16 @@ from shardwise.spec.strategy import Strategy
 
 ROWS, LENGTH, WARM_UP = 8, 64, 1
 MOST_VIRTUAL = 2  # stages of a rank; more only repeat themselves here
+COLUMNS = (  # fields of a strategy, in the order of a line of the table
+    *("pp", "dp_replicate", "dp_shard", "tp", "sequence_parallel", "reshard"),
+    *("schedule", "virtual_stages", "micro_batch_size"),
+)
 TIME_LIMIT, MEMORY_OVER, MEMORY_UNDER = 0.10, 0.10, 0.05
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def _llama(hidden: int, ffn: int, blocks: int, heads: tuple[int, int], vocab: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": blocks, "vocab_size": vocab}
-    return _LLAMA | sizes | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]} | more
-
-
 # Different in shape, 21 to 24 million weights each.
 MODELS: dict[str, dict[str, Any]] = {
-    "deep": _llama(256, 704, 24, (4, 4), 4096),
-    "wide": _llama(384, 1024, 3, (6, 6), 24000),
-    "grouped": _llama(512, 1408, 6, (8, 2), 8192, tie_word_embeddings=True),
+    "deep": llama(256, 704, 24, (4, 4), 4096),
+    "wide": llama(384, 1024, 3, (6, 6), 24000),
+    "grouped": llama(512, 1408, 6, (8, 2), 8192, tie_word_embeddings=True),
 }
 
 
@@ -168,7 +155,7 @@ def make_job(folder: Path, devices: int) -> Job:
 
 
 def measure_plans(job: Job, folder: Path, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each plan: measured now, or found in the file of rows."""
+    """A row for each plan, the one that the search takes among them: measured now, or found in the file of rows."""
     from shardwise.testing import run_distributed
 
     path = Path(options.rows)
@@ -176,6 +163,9 @@ def measure_plans(job: Job, folder: Path, name: str, options: argparse.Namespace
     done = {(row["model"], json.dumps(row["fields"], sort_keys=True)): row for row in known}
     rows = []
     plans = legal_plans(job)[: options.most]
+    chosen = search(job, top=1, only_runnable=True).plans[0]
+    if all(plan.candidate != chosen.candidate for plan in plans):  # such as one with more stages of a rank
+        plans.append(chosen)
     for number, plan in enumerate(plans, 1):
         strategy = plan.candidate.strategy()
         terms = [sum(stage.values()) for stage in plan.estimate.memory_terms]
@@ -210,6 +200,16 @@ def _median(row: dict[str, Any]) -> float:
 def _quartile(row: dict[str, Any], number: int) -> float:
     """The lower (0) or the upper (2) quartile of a plan's steps: one slow step decides nothing."""
     return statistics.quantiles(row["seconds"], n=4)[number] if len(row["seconds"]) > 1 else row["seconds"][0]
+
+
+def table_line(row: dict[str, Any]) -> list[str]:
+    """A measured plan in the columns of ``tests/planner/measured_plans.csv``: medians, and bytes by stage in MiB."""
+    fields = row["fields"]
+    columns = [str(fields[name]) for name in COLUMNS]
+    stages, memory = fields["stages"], stage_bytes(row | {"pp": fields["pp"]})
+    sizes = [f"{size / 2**20:.0f}" for size in memory]
+    quartiles = [f"{seconds:.3f}" for seconds in (_median(row), _quartile(row, 0), _quartile(row, 2))]
+    return [row["model"], *columns, "-".join(map(str, stages)), *quartiles, "-".join(sizes)]
 
 
 def stage_bytes(row: dict[str, Any]) -> list[int]:

@@ -21,26 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.layouts import LEARNING_RATE, MAX_GRAD_NORM, num_cores, quiet_environment
+from benchmarks.layouts import LEARNING_RATE, MAX_GRAD_NORM, llama, num_cores, quiet_environment
 
 ROWS, LENGTH, STEPS = 4, 64, 3
 SHARE_LIMIT = 0.30
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 8192,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+CONFIG = llama(2048, 4096, 6, (16, 16), 8192)
 
 
 @dataclass(frozen=True)

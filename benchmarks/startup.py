@@ -80,12 +80,19 @@ def spawned_rank(rank: int, num_ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def lay_out(tree: dict[str, Any]) -> Path:
+    """Write what the workers of a job read; its output folder."""
+    from shardwise.launch.lock import release_all
+    from shardwise.launch.resolve import prepare, write_run
+
+    output = write_run(*prepare(tree))
+    release_all()  # another process starts the job
+    return output
+
+
 def prepare_job(folder: Path, num_ranks: int) -> Path:
     """Model, rows and an output folder with ``run.yaml`` and ``plan.json``; its path."""
-    from shardwise.launch.resolve import prepare
-    from shardwise.spec.run import dump_run
-
-    model, output = folder / "model", folder / "output"
+    model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     (folder / "rows.jsonl").write_text('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8]}\n' * 8, encoding="utf-8")
@@ -96,13 +103,9 @@ def prepare_job(folder: Path, num_ranks: int) -> Path:
         "train": {"max_steps": 1},
         "strategy": {"tp": 3, "pp": num_ranks // 3},
         "device": "cpu",
-        "output_dir": str(output),
+        "output_dir": str(folder / "output"),
     }
-    run, plan = prepare(tree)
-    output.mkdir()
-    (output / "run.yaml").write_text(dump_run(run), encoding="utf-8")
-    plan.save(output / "plan.json")
-    return output
+    return lay_out(tree)
 
 
 def launch_job(output: Path, num_ranks: int, how: str) -> None:

@@ -383,7 +383,7 @@ def _train(tree: dict[str, Any]) -> int:
         return launch(output_dir, plan.devices, env=env, nodes=nodes)
     claim(output_dir)  # until this process ends
     show_plan(run, plan, console)
-    prepare_ahead(run, plan, os.environ)  # what it refuses, or Ctrl-C meanwhile, leaves nothing in the folder
+    prepare_ahead(run, plan, os.environ, nodes)  # what it refuses, or Ctrl-C meanwhile, leaves nothing in the folder
     write_run(run, plan)
     try:
         code = launch(output_dir, plan.devices, env=env, nodes=nodes)

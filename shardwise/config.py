@@ -33,6 +33,7 @@ STRATEGY_KEYS = frozenset(
         "cp",
         "ep",
         "sequence_parallel",
+        "tp_whole",
         "schedule",
         "virtual_stages",
         "micro_batch_size",

@@ -42,7 +42,7 @@ PRELOAD = [
 
 
 _CONNECTING = "Gloo connectFullMesh failed"
-_PEERS_SECONDS = 3.0  # how long the other ranks are heard after one has failed
+_PEERS_SECONDS = 10.0  # how long the other ranks are heard after one has failed
 
 
 class RankError(RuntimeError):

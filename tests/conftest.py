@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis import settings
 from shardwise import testing
 from shardwise.launch.machine import available_cores
 from shardwise.launch.measuring import keep
+from tests import long
 from tests.measure.made_samples import made_samples
 
 # The machine is shared: a slow example is no fault.
@@ -25,18 +27,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="all rows of the large tables (tests/long.py)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    long.EVERYTHING = config.getoption("--long")
+
+
 _WORST: dict[str, tuple[float, str]] = {}
+
+
+def _note(kind: str, error: float, test: str) -> None:
+    if error >= _WORST.get(kind, (-1.0, ""))[0]:
+        _WORST[kind] = (error, test)
 
 
 @pytest.fixture
 def note_error(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
     """Call it with (kind, error); the largest of each kind is printed after the run."""
+    return lambda kind, error: _note(kind, float(error), request.node.name)
 
-    def note(kind: str, error: float) -> None:
-        if error >= _WORST.get(kind, (-1.0, ""))[0]:
-            _WORST[kind] = (error, request.node.name)
 
-    return note
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Under ``-n`` tests run in processes of their own, and another one prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["largest errors"] = _WORST
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    for kind, (largest, test) in getattr(node, "workeroutput", {}).get("largest errors", {}).items():
+        _note(kind, largest, test)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-import sys
-
-EVERYTHING = "--long" in sys.argv
+EVERYTHING = False  # set by conftest before any test is imported

@@ -249,6 +249,7 @@ COMMANDS: dict[str, Check] = {
     RESUMED_RUN: is_valid_resume,
     f"{PLAIN_RUN} tp=2 train.precision=bf16 output_dir=output/bf16": is_valid_run,
     f"{PLAIN_RUN} tp=2 sequence_parallel=true": is_valid_run,
+    f"{PLAIN_RUN} tp=2 tp_whole=0.41": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=interleaved virtual_stages=2": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=zero_bubble": is_valid_run,
@@ -309,7 +310,13 @@ def test_every_command_has_a_check() -> None:
     assert sorted(commands()) == sorted(COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# They plan, for which a child reads the model.
+SLOW = ("shardwise train run.yaml cluster=cpu devices=4", f"{PLAIN_RUN} devices=4")
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, marks=pytest.mark.slow if command in SLOW else ()) for command in COMMANDS]
+)
 def test_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     COMMANDS[command](command, workspace, monkeypatch)
 

@@ -13,16 +13,20 @@ from shardwise.data.memory import MemoryData
 from shardwise.errors import LaunchError, PlanError, ShardwiseError
 from shardwise.launch.compiler import missing_for_compiling
 from shardwise.launch.culprit import WorkerError
+from shardwise.launch.paths import local_path
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
 from shardwise.launch.worker import tell_failure, worker_error
 from shardwise.report.console import show_line, show_plan
+from shardwise.spec.aliases import translate
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig
 from shardwise.spec.strategy import AXES
 from shardwise.train.callbacks import Callback
 from shardwise.train.context import WorkerContext
+from shardwise.train.identity import begun_again
+from shardwise.train.previous import is_set_aside
 from shardwise.train.status import Status, finish_status, write_status
 from shardwise.train.worker import make_trainer
 
@@ -55,10 +59,10 @@ class Session:
         assert worker is not None, "a Trainer starts its job before it works"
         self._worker = worker
         held = {name: rows for name, rows in datasets.items() if name in _names(tree)}
-        self.run, self.plan = _agree(worker, tree, list(held), per_device_eval_rows)
+        self.run, self.plan, again = _agree(worker, tree, list(held), per_device_eval_rows)
         device = self.plan.device_type
         compiler = worker.store.agree(lambda: not missing_for_compiling(device)) if compile_by_rule else None
-        self.context = worker.settle(Path(self.run.output_dir))
+        self.context = worker.settle(Path(self.run.output_dir), again)
         self._tokenizer = None if isinstance(tokenizer, str) else tokenizer
         with _Telling(worker, self.context):
             self._show(tree.get("strategy") or {})
@@ -159,11 +163,16 @@ def _names(tree: dict[str, Any]) -> set[str]:
 
 def _agree(
     worker: ScriptWorker, tree: dict[str, Any], in_memory: list[str], eval_rows: int | None
-) -> tuple[RunConfig, Plan]:
-    """The run and its plan, made by rank 0 before there is a process group. It also makes the output folder."""
+) -> tuple[RunConfig, Plan, bool]:
+    """The run and its plan, made by rank 0 before there is a process group. It also makes the output folder.
+
+    Also whether an attempt of this job before has worked in that folder, and failed: the run goes on there.
+    """
 
     def make() -> dict[str, Any]:
-        run, plan = prepare(tree | {"devices": worker.place.world_size}, in_memory=in_memory)
+        output = local_path(parse_run(translate(tree)[0]).output_dir)
+        again = worker.has_worked_in(output)
+        run, plan = prepare(tree | {"devices": worker.place.world_size}, in_memory=in_memory, own_output=again)
         if plan.devices != worker.place.world_size:  # planned, by cluster
             rule = f"the fastest plan is for {plan.devices} devices"
             raise PlanError(f"{worker.place.world_size} processes", rule, f"Start {plan.devices}, or leave cluster out")
@@ -171,11 +180,14 @@ def _agree(
             rows = eval_rows * plan.strategy.dp
             run = run.model_copy(update={"eval": run.eval.model_copy(update={"batch_size": rows})})
         run = run.model_copy(update={"output_dir": os.path.abspath(run.output_dir)})
-        write_status(write_run(run, plan), Status(state="running"))
-        return {"run": run.model_dump(mode="json", by_alias=True), "plan": plan.to_json()}
+        goes_on = again and not is_set_aside(output)
+        if goes_on:
+            run = begun_again(run, output)
+        write_status(write_run(run, plan, goes_on=goes_on), Status(state="running"))
+        return {"run": run.model_dump(mode="json", by_alias=True), "plan": plan.to_json(), "again": again}
 
     agreed = worker.store.agree(make)
-    return parse_run(agreed["run"]), Plan.from_json(agreed["plan"])
+    return parse_run(agreed["run"]), Plan.from_json(agreed["plan"]), agreed["again"]
 
 
 class _Telling:

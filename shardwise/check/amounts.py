@@ -45,6 +45,12 @@ def make_amount(fits: Sequence[Fit], degree: int) -> Amount:
     return Amount(split, kept, split_bytes, kept_bytes, grown, grown_bytes)
 
 
+def shared_elements(whole: Fit, one: Fit, degree: int) -> tuple[float, float]:
+    """Elements of two bytes a token: what ``degree`` ranks share of a quantity, and what each has."""
+    shared, each = _shared(whole.token, one.token, degree)
+    return round(shared / 2, 2), round(each / 2, 2)
+
+
 def _shared(whole: float, one: float, degree: int) -> tuple[float, float]:
     """(what the ranks share, what each has) of a quantity, from all of it and that of one rank."""
     if degree == 1 or one >= whole:  # a part that splits nothing may do a little more

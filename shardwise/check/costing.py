@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.check.amounts import Fit, make_amount, make_fit
+from shardwise.check.amounts import Fit, make_amount, make_fit, shared_elements
 from shardwise.check.description import illegal_by_numbers
 from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta
@@ -97,6 +98,8 @@ def model_costs(
     degrees: Sequence[int] | None = DEGREES,
     name: str = "",
     tell: Callable[[str], None] = lambda _: None,
+    attention: str | None = None,
+    whole: float | None = None,
 ) -> ModelCosts:
     """The costs of the model in ``folder``.
 
@@ -105,20 +108,23 @@ def model_costs(
             ``DEGREES`` that the model's numbers allow.
         name: of the model in the answer; empty: the folder's.
         tell: is called with what is being done, before it takes seconds.
+        attention: ``sdpa`` or ``eager``; None: the first of them that the model has.
+        whole: the share of the blocks' weights that tables may leave whole for less traffic; None: the first tables.
 
     Raises:
         ConfigError: transformers cannot build the model.
         PlanError: it has no blocks, embedding or head that can be told.
     """
-    model = build_on_meta(folder, None, torch.bfloat16)
+    model = build_on_meta(folder, attention, torch.bfloat16)
     structure = find_structure(model)
     spec = describe_sizes(model, structure, folder)
-    tables, rules = _tables(model, spec, _usual_degrees(spec) if degrees is None else degrees, cache, tell)
-    sliced = _sliced_tables(model, [degree for degree in tables if degree > 1], cache)
-    whole = _Model(model, structure, spec, tables, sliced, rules)
+    find = partial(proven_table, model, tables=cache, whole=whole)
+    tables, rules = _tables(find, spec, _usual_degrees(spec) if degrees is None else degrees, tell)
+    sliced = _sliced_tables(find, [degree for degree in tables if degree > 1])
+    described = _Model(model, structure, spec, tables, sliced, rules)
     tell("passes on fake tensors")
-    passes = _Passes(whole)
-    parts = {part: _part(whole, passes, part) for part in passes.parts}
+    passes = _Passes(described)
+    parts = {part: _part(described, passes, part) for part in passes.parts}
     tied = structure.tied
     return ModelCosts(
         name=name or folder.resolve().name,
@@ -140,7 +146,7 @@ def _usual_degrees(spec: ModelSpec) -> list[int]:
 
 
 def _tables(
-    model: PreTrainedModel, spec: ModelSpec, degrees: Sequence[int], cache: TableCache, tell: Callable[[str], None]
+    find: Callable[..., ShardingTable], spec: ModelSpec, degrees: Sequence[int], tell: Callable[[str], None]
 ) -> tuple[dict[int, ShardingTable], dict[int, str]]:
     tables, rules = {1: ShardingTable(1)}, {}
     for degree in sorted(set(degrees) - {1}):
@@ -148,7 +154,7 @@ def _tables(
         if rule is None:
             tell(f"tensor degree {degree}: looking for a table")
             try:
-                tables[degree] = proven_table(model, degree, cache)
+                tables[degree] = find(degree)
             except PlanError as error:
                 rule = error.rule
         if rule is not None:
@@ -156,12 +162,12 @@ def _tables(
     return tables, rules
 
 
-def _sliced_tables(model: PreTrainedModel, degrees: Sequence[int], cache: TableCache) -> dict[int, ShardingTable]:
+def _sliced_tables(find: Callable[..., ShardingTable], degrees: Sequence[int]) -> dict[int, ShardingTable]:
     """Tables for sequence parallelism; a model that refuses it at one degree refuses it at all."""
     found: dict[int, ShardingTable] = {}
     for degree in degrees:
         try:
-            found[degree] = proven_table(model, degree, cache, sequence=True)
+            found[degree] = find(degree, sequence=True)
         except PlanError:
             break
     return found
@@ -259,8 +265,9 @@ def _traffic(passes: _Passes, part: str, ratio: float, *, backward: bool) -> Amo
         return tally.traffic * ratio + tally.expert_traffic  # in compute precision, all of it
 
     amount = make_amount(passes.amount(part, backward, dense), passes.lowest)
-    routed = make_amount((*passes.amount(part, backward, experts)[:1] * 2, *[Fit()] * 2), 1)
-    return replace(amount, expert=routed.whole_bytes / 2)
+    all_of_it, one_rank, *_ = passes.amount(part, backward, experts)
+    inner, routed = shared_elements(all_of_it, one_rank, passes.lowest)
+    return replace(amount, expert=inner, routed=routed)
 
 
 def _saved(passes: _Passes, part: str, level: RecomputeLevel) -> Amount:
@@ -274,17 +281,22 @@ def _saved(passes: _Passes, part: str, level: RecomputeLevel) -> Amount:
         found = [one for one in kept.values() if one.of_experts is of_experts and (one.half or not halves)]
         return own + sum(one.num_bytes for one in found)
 
-    amount = make_amount(passes.amount(part, False, lambda t, halves: chosen(t, halves, False)), passes.lowest)
-    fits = passes.amount(part, False, lambda t, halves: chosen(t, halves, True))
-    routed = make_amount((fits[0], fits[0], fits[2], fits[2]), 1)
-    return replace(amount, expert=routed.whole, expert_bytes=routed.whole_bytes)
+    def amount(of_experts: bool) -> Amount:
+        fits = passes.amount(part, False, lambda t, halves: chosen(t, halves, of_experts))
+        return make_amount(fits, passes.lowest)
+
+    # Of experts the ranks share what is as wide as an expert; each has the hidden states that go in and come out.
+    dense, experts = amount(False), amount(True)
+    routed = experts.whole + experts.whole_bytes / 2
+    return replace(dense, expert=experts.split, expert_bytes=experts.split_bytes, routed=routed)
 
 
 def _parameters(whole: _Model, part: str, table: ShardingTable) -> tuple[Parameters, Parameters]:
     """Weights of a part as ``table`` cuts them: all, and those that train."""
     sums = {True: Parameters(), False: Parameters()}
     for name, parameter, of_experts in _part_weights(whole, part):
-        kind = "expert" if of_experts else "split" if table.is_cut(name) else "whole"
+        cut = table.is_cut(name)
+        kind = "expert" if of_experts and (cut or table.degree == 1) else "split" if cut else "whole"
         own = Parameters(**{kind: parameter.numel()})
         sums[parameter.requires_grad] = sums[parameter.requires_grad] + own
     return sums[True] + sums[False], sums[True]
@@ -330,11 +342,12 @@ def _product(whole: _Model, product: MeteredProduct, length: int) -> Product:
 def _attention(whole: _Model, passes: _Passes, part: str, block: nn.Module) -> Attention | None:
     spec, config = whole.spec, text_config(whole.model)
     tally = passes.half[1][LENGTHS[1]][part, False]
+    split = _splits_heads(tally, passes.half[passes.lowest][LENGTHS[1]][part, False])
     window = next((w for m in block.modules() if isinstance(w := getattr(m, "sliding_window", None), int)), 0)
     if tally.fused:
         heads, qk_dim, v_dim = tally.fused[0]
         kv_heads = spec.num_kv_heads if heads == spec.num_heads and not hasattr(config, "kv_lora_rank") else heads
-        return Attention(heads, kv_heads, qk_dim, v_dim, window=window)
+        return Attention(heads, kv_heads, qk_dim, v_dim, window=window, split=split)
     if not tally.cores:
         return None
     per_token = [
@@ -343,11 +356,22 @@ def _attention(whole: _Model, passes: _Passes, part: str, block: nn.Module) -> A
     ]
     first, last = tally.cores[0], tally.cores[-1]
     if per_token[1] > 1.5 * per_token[0]:
-        return Attention(first.heads, spec.num_kv_heads or first.heads, first.inner, last.outer, window, "eager")
+        return Attention(
+            first.heads, spec.num_kv_heads or first.heads, first.inner, last.outer, window, "eager", split=split
+        )
     heads = spec.num_heads or 1
     width = spec.head_dim or 1
     # The same work for each token, whatever the length: heads x width x state, twice.
-    return Attention(heads, heads, max(round(per_token[0] / (4 * heads * width)), 1), width, 0, "linear")
+    return Attention(heads, heads, max(round(per_token[0] / (4 * heads * width)), 1), width, 0, "linear", split=split)
+
+
+def _splits_heads(whole: Tally, rank: Tally) -> bool:
+    """Whether a rank of the lowest degree has fewer heads than the whole model (there may be no other degree)."""
+
+    def heads(tally: Tally) -> int:
+        return sum(one[0] for one in tally.fused) + sum(core.heads for core in tally.cores)
+
+    return rank is whole or heads(rank) < heads(whole)
 
 
 def _degree(whole: _Model, passes: _Passes, part: str, degree: int) -> TensorSplit:

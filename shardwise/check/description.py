@@ -22,6 +22,7 @@ from shardwise.parallel.tensor import proven_table
 from shardwise.spec.model import ModelSpec, check_config
 from shardwise.spec.run import RunConfig, StrategyConfig
 from shardwise.spec.strategy import resolve
+from shardwise.tensor.alternatives import share_of
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.table import ShardingTable
 
@@ -185,6 +186,10 @@ def _table(model: nn.Module, structure: Structure, table: ShardingTable) -> dict
             "forward_elements_per_token": cost.forward,
             "backward_elements_per_token": cost.backward,
         },
+        "alternatives": [
+            {"tp_whole": share_of(one), "whole_parameters": one.whole, "elements_per_token": one.moved}
+            for one in table.alternatives[1:]
+        ],
         "params": plain["params"],
         "values": plain["values"],
     }

@@ -54,6 +54,7 @@ def small_strategy(plan: Plan, degrees: dict[str, int], num_blocks: int) -> Stra
         micro_batch_size=min(strategy.micro_batch_size, _MAX_ROWS),
         recompute=min(strategy.recompute, max(stages)),
         sequence_parallel=strategy.sequence_parallel and degrees["tp"] > 1,
+        tp_whole=None,  # of the true sizes: the copy is given the table that it leads to
     )
 
 
@@ -78,7 +79,8 @@ def coverage(plan: Plan, chosen: list[dict[str, int]], precision: str, compiled:
         "in numbers": f"{strategy} at its true degrees: heads, KV heads, vocabulary, blocks, batch",
     }
     if strategy.tp > 1:
-        covered["tensor table"] = f"of degree {strategy.tp}: found and proven on simulated ranks"
+        bound = "" if strategy.tp_whole is None else f", within tp_whole = {strategy.tp_whole:g}"
+        covered["tensor table"] = f"of degree {strategy.tp}{bound}: found and proven on simulated ranks"
     if strategy.recompute:
         covered["recompute"] = "all blocks" if strategy.recompute < 0 else f"{strategy.recompute} blocks a stage"
     left_out = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.parallel.pipeline import StandIn
+from shardwise.models.standin import StandIn
 from shardwise.spec.tolerance import relative_error
 from shardwise.tensor.parts import Part, part_ranges
 from shardwise.tensor.table import ShardingTable, Style

@@ -20,7 +20,7 @@ from shardwise.check.layouts import NUM_STEPS, num_micro_batches, num_stages, sm
 from shardwise.check.names import LAYOUT, PLAN, REPORT, RUN
 from shardwise.check.outputs import Outputs, RankView, output_errors
 from shardwise.check.reference import LEARNING_RATE, Reference, precision, recorded, run_reference
-from shardwise.check.small import SmallModel, build_meta, make_rows, shrink_run
+from shardwise.check.small import PACK_LENGTH, SmallModel, build_meta, make_rows, shrink_run
 from shardwise.config import load_yaml
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader, LoaderSettings
@@ -115,14 +115,14 @@ def compare_rank(
     mesh = build_mesh(strategy, torch.device("cpu"))
     with precision(want.dtype):
         whole = build_meta(small.config, want.dtype)
-        model, table = parallelize(whole, mesh, small.adapters, run.train.seed, tables=tables)
+        model, table = parallelize(whole, mesh, small.adapters, run.train.seed, tables=tables, given=small.table)
         for shard in model.shards:
             shard.data.copy_(take(want.state[shard.layout.source], shard.layout))
         batches = _loader(small, mesh, global_batch_size).batches()
         first = next(batches)
         outputs: Outputs = {}
         with ExitStack() as stack:
-            for stage in model.stages:
+            for stage in model.stages if not small.packed else ():  # one process has them row by row
                 stack.enter_context(recorded(stage.model, outputs))
             gradients = _first_gradients(model, first, want)
         optimizer = Optimizer(model.shards, run.train)
@@ -161,6 +161,13 @@ def _first_gradients(model: ParallelModel, batch: Batch, want: Reference) -> lis
 def _loader(small: SmallModel, mesh: Mesh, global_batch_size: int) -> Loader:
     strategy = mesh.strategy
     settings = LoaderSettings(
-        global_batch_size, strategy.micro_batch_size, mesh.data_rank, strategy.dp, strategy.pp, shuffle=False
+        global_batch_size,
+        strategy.micro_batch_size,
+        mesh.data_rank,
+        strategy.dp,
+        strategy.pp,
+        shuffle=False,
+        packing=small.packed,
+        pack_length=PACK_LENGTH,
     )
     return Loader(_rows(small, global_batch_size), settings)

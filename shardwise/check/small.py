@@ -24,13 +24,17 @@ from shardwise.models.build import (
     widen,
 )
 from shardwise.models.lora import Adapters, find_adapters, inject, plain_name
+from shardwise.models.packing import check_packing
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure, num_predicted
 from shardwise.parallel.tensor import proven_table
 from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.tensor.cache import TableCache
+from shardwise.tensor.find import find_tables
+from shardwise.tensor.table import ShardingTable
 
 _LENGTHS = (3, 12)  # of rows, both included
+PACK_LENGTH = 24  # tokens of packed rows: at least two of them
 _BLOCKS_PER_KIND = 2
 _NOT_OF_DECODERS = ("classifier", "summary")  # heads of other tasks, which some configurations name
 _ADAPTER_STD = 0.1
@@ -46,14 +50,18 @@ class SmallModel:
         adapters: of the copy, None where all of it trains.
         num_blocks: its decoder layers.
         notes: what of the user's model the copy leaves out.
+        packed: whether rows lie one behind the other, as in the run.
         num_ids: as :attr:`vocab_size`; None: all that the configuration has.
+        table: what ``strategy.tp_whole`` leads to at the true sizes, for the copy; None: it finds its own.
     """
 
     config: Any
     adapters: Adapters | None
     num_blocks: int
     notes: tuple[str, ...]
+    packed: bool = False
     num_ids: int | None = None
+    table: ShardingTable | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -78,17 +86,26 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     real = build_on_meta(Path(run.model), run.attn_implementation)
     find_structure(real)
     if true_degree > 1:
-        proven_table(real, true_degree, tables)
+        proven_table(real, true_degree, tables, whole=run.strategy.tp_whole)
     lora = None if run.lora is None else _short_lora(run.lora, find_adapters(real, run.lora))
     num_blocks = max(_BLOCKS_PER_KIND, num_stages)
     config, notes = _without_chance(shrink(real.config, degree=degree, num_blocks_per_kind=num_blocks))
     if run.lora is not None and run.lora.dropout:
         notes.append("dropout (lora.dropout)")
     if run.data.packing:
-        notes.append("packing (data.packing): rows are compared one by one")
+        capacity = run.data.max_length or int(
+            getattr(real.config.get_text_config(), "max_position_embeddings", None) or 0
+        )
+        check_packing(real, capacity)
+        notes.append("outputs of modules on packed rows (data.packing): losses, norms and gradients are compared")
     small = build_meta(config, torch.float32)
     adapters = None if lora is None else find_adapters(small, lora)
-    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes), num_predicted(small))
+    table = None
+    if run.strategy.tp_whole is not None and degree > 1:
+        sequence, whole = run.strategy.sequence_parallel, run.strategy.tp_whole
+        table = find_tables(real, build_small(config), degree, sequence=sequence, whole=whole)[1]
+    packed, ids = run.data.packing, num_predicted(small)
+    return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes), packed, ids, table)
 
 
 def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:

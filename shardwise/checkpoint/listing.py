@@ -105,6 +105,13 @@ def fault_in(checkpoint: Path) -> str:
     return "" if changed is None else f"the content of its {changed} is not what was written"
 
 
+def is_unlisted(checkpoint: Path) -> bool:
+    """Whether the list of its files is all that a folder lacks of a checkpoint: an older version has written it, or it
+    was copied by hand. It is taken where it is named, and never chosen."""
+    there = (STATE_FILE, INDEX_FILE)
+    return not (checkpoint / MANIFEST_FILE).exists() and all((checkpoint / name).is_file() for name in there)
+
+
 def passed_over(folder: Path, chosen: Path | None) -> list[str]:
     """What in ``folder`` looks like a checkpoint newer than ``chosen`` and is none, each with the reason."""
     limit = -1 if chosen is None else (step_of(chosen.resolve()) or 0)
@@ -123,7 +130,7 @@ def _named(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint.
+    """The JSON state of a checkpoint, of one without a list of its files as well.
 
     Raises:
         CheckpointError: it is not complete, or its state cannot be read.
@@ -132,7 +139,7 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
     near = near or complete_checkpoints(checkpoint.parent)
     remedy = f"Use resume={near[-1]}" if near else "Give a folder checkpoints/step-*, or resume=auto"
     fault = fault_in(checkpoint)
-    if fault:
+    if fault and not is_unlisted(checkpoint):
         raise CheckpointError(f"resume = {str(checkpoint)!r}", f"not a complete checkpoint: {fault}", remedy)
     try:
         state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))

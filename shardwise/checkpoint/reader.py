@@ -35,6 +35,34 @@ class IndexReader(FileSystemReader):
         return index
 
 
+def unlisted_damage(checkpoint: Path) -> str:
+    """What in a checkpoint without a list of its files contradicts its index; empty if nothing does.
+
+    The index tells where each tensor lies, and so which files there are and how long each is; not what they hold.
+
+    Raises:
+        CheckpointError: an index that would run code.
+    """
+    try:
+        stored = IndexReader(checkpoint).read_metadata().storage_data
+        sizes: dict[str, int] = {}
+        for place in stored.values():
+            sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        return f"its {INDEX_FILE} is damaged ({type(error).__name__})"
+    for name, size in sorted(sizes.items()):
+        path = checkpoint / name
+        if Path(name).name != name:
+            return f"its {INDEX_FILE} names {name}, which is no file of it"
+        if not path.is_file():
+            return f"it has no {name}"
+        if path.stat().st_size != size:
+            return f"its {name} has {path.stat().st_size} bytes of {size}"
+    return ""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the index stands for: one of DCP's own classes, a size, a dtype, a layout or a path."""

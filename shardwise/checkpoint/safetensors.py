@@ -197,6 +197,8 @@ def _entry(file: Path, name: str, value: Any, data: int) -> Entry:
     if value["dtype"] not in DTYPES:
         rule = f"has dtype {value['dtype']}; weights are read in {', '.join(DTYPES)}"
         raise CheckpointError(f"{name} in {file}", rule, "Use weights that are not quantised")
+    if int(value["data_offsets"][0]) < 0:
+        raise ValueError(f"{name} begins at byte {value['data_offsets'][0]} of the data")
     entry = Entry(file, DTYPES[value["dtype"]], tuple(map(int, value["shape"])), data + int(value["data_offsets"][0]))
     size = math.prod(entry.shape) * entry.dtype.itemsize
     if int(value["data_offsets"][1]) - int(value["data_offsets"][0]) != size:

@@ -31,10 +31,12 @@ from shardwise.checkpoint.listing import (
     FileRecord,
     checkpoint_name,
     draft_of,
+    is_unlisted,
     manifest_text,
     read_manifest,
     record_of,
 )
+from shardwise.checkpoint.reader import unlisted_damage
 from shardwise.checkpoint.shelf import set_aside, sweep
 from shardwise.checkpoint.store import SlicedTensor, snapshot
 from shardwise.errors import SaveError
@@ -201,8 +203,11 @@ def save_checkpoint(
 def damage_in(checkpoint: Path) -> str:
     """What in a complete checkpoint is not as it was written, by the content of its files; empty if nothing.
 
-    To be called by all ranks, each of which reads a share; or by a process without any others.
+    To be called by all ranks, each of which reads a share; or by a process without any others. Of one without a list of
+    its files the sizes are compared alone.
     """
+    if is_unlisted(checkpoint):
+        return unlisted_damage(checkpoint)
     _, files = read_manifest(checkpoint)
     alone = not dist.is_initialized()
     rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())

@@ -1,23 +1,37 @@
 """Conversations to token ids, through the model's own chat template, with the loss on what the assistant says.
 
-The template is rendered for the whole conversation and for its prefixes. A turn of the assistant is supervised from
-the end of the generation prompt (what a server would feed the model) to the end of the turn as the template writes
-it, its end-of-turn token included. The whole text is tokenised once; the offsets of its tokens say which of them lie
-in a supervised span, so no token id depends on where a turn ends.
+The template is rendered for the whole conversation and, for one of a shape that is not known yet (see ``shapes``), for
+its prefixes. A turn of the assistant is supervised from the end of the generation prompt (what a server would feed the
+model) to the end of the turn as the template writes it, its end-of-turn token included. The whole text is tokenised
+once; the offsets of its tokens say which of them lie in a supervised span, so no token id depends on where a turn ends.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
+from shardwise.data.ends import spans_with_other_ends, with_next_mark
 from shardwise.data.format import IGNORED, BadRow, Tokens
-from shardwise.data.turns import REFUSALS, Message, Span, TurnNotFoundError, supervised_spans, words_of
+from shardwise.data.shapes import Shape, Watch, find_shape
+from shardwise.data.turns import (
+    REFUSALS,
+    Message,
+    Span,
+    TurnNotFoundError,
+    chosen_turns,
+    supervised_spans,
+    words_of,
+)
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import leading_bos
 from shardwise.spec.template import template_text
@@ -27,6 +41,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant says, in templates that tell it
+_MAX_SHAPES = 4096  # that are kept at once
 # For models without a template: ChatML, where the tokenizer has its marks; else a text before each turn, and the
 # end-of-sequence token behind it.
 _CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
@@ -38,6 +53,18 @@ _BY_END = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """What a template has written, and where what is learned stands in it.
+
+    ``instead``: by the place of a mark in the text the one that is learned instead of it.
+    """
+
+    text: str
+    spans: list[Span]
+    instead: dict[int, str] = field(default_factory=dict)
 
 
 class ChatEncoder:
@@ -67,7 +94,9 @@ class ChatEncoder:
         self.default_template = None if template is not None or tokenizer.chat_template else default_template(tokenizer)
         self._template = template_text(template) if template is not None else self.default_template
         self._check_syntax()
-        self._bos = leading_bos(tokenizer)
+        self._bos, self._bos_id, self._eos = leading_bos(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token
+        self._watch: Watch | None = None
+        self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...] | None], Shape | None] = {}
 
     def __call__(self, value: dict[str, Any]) -> Tokens:
         """Ids and labels of one row.
@@ -76,18 +105,74 @@ class ChatEncoder:
             BadRow: messages that are malformed, that the template refuses, or whose turns cannot be told apart in
                 what the template writes.
         """
+        return self._tokens(self._rendered(value, None))
+
+    def many(self, values: Sequence[dict[str, Any]]) -> list[Tokens | BadRow]:
+        """Ids and labels of rows in their order, rendered and tokenised together; of one that is bad the reason."""
+        texts = self._texts(values)
+        found = [self._tried(value, texts.get(id(value))) for value in values]
+        written = [one for one in found if isinstance(one, _Rendered)]
+        try:
+            tokens = iter(self._tokenise(written))
+        except REFUSALS:  # of one of them: each by itself, to find out which
+            return [self._alone(one) for one in found]
+        return [next(tokens) if isinstance(one, _Rendered) else one for one in found]
+
+    def _texts(self, values: Sequence[dict[str, Any]]) -> dict[int, str]:
+        """What the template writes, by the identity of a row, for rows of words alone; none where it refuses one."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        bare = [value for value in values if not value.get("tools") and _is_bare(value["messages"])]
+        if not bare:
+            return {}
+        talks = [value["messages"] for value in bare]
+        try:
+            # What apply_chat_template calls, without its search for objects in messages, which costs as much again.
+            written, _ = render_jinja_template(
+                talks, chat_template=self._own_template(None), **self._tokenizer.special_tokens_map
+            )
+        except REFUSALS:
+            return {}
+        return {id(value): str(text) for value, text in zip(bare, written, strict=True)}
+
+    def _tried(self, value: dict[str, Any], text: str | None) -> _Rendered | Tokens | BadRow:
+        try:
+            return self._rendered(value, text)
+        except BadRow as error:
+            return error
+
+    def _alone(self, found: _Rendered | Tokens | BadRow) -> Tokens | BadRow:
+        try:
+            return found if isinstance(found, BadRow) else self._tokens(found)
+        except BadRow as error:
+            return error
+
+    def _tokens(self, found: _Rendered | Tokens) -> Tokens:
+        try:
+            return found if isinstance(found, Tokens) else self._tokenise([found])[0]
+        except BadRow:
+            raise
+        except REFUSALS as error:
+            raise BadRow(f"the chat template or the tokenizer refuses it: {error}") from None
+
+    def _rendered(self, value: dict[str, Any], text: str | None) -> _Rendered | Tokens:
+        """What the template writes of a row; ``text`` is that of its messages as they are, where it is known."""
         check_messages(value["messages"], needs_answer=self._loss in ("assistant", "last_turn"))
+        learned = None if value.get("learned") is None else tuple(value["learned"])
         refusal: BadRow | None = None
         for messages in _forms(value["messages"]):
             try:
-                return self._encode(messages, value.get("tools"), value.get("learned"))
+                return self._encode(messages, value.get("tools"), learned, text)
             except BadRow as error:
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
 
-    def _encode(self, messages: list[Message], tools: Any, learned: Collection[int] | None) -> Tokens:
-        known: dict[tuple[int, bool], str] = {}  # of the conversation's own beginnings: rendering is half of the work
+    def _encode(
+        self, messages: list[Message], tools: Any, learned: tuple[int, ...] | None, text: str | None
+    ) -> _Rendered | Tokens:
+        # Of the conversation's own beginnings: rendering is half of the work.
+        known: dict[tuple[int, bool], str] = {} if text is None else {(len(messages), False): text}
 
         def render(part: list[Message], add_generation_prompt: bool) -> str:
             if part and part[-1] is not messages[len(part) - 1]:
@@ -99,21 +184,43 @@ class ChatEncoder:
 
         try:
             text = render(messages, False)
-            try:
-                spans = supervised_spans(messages, text, render, self._loss, learned)
-            except TurnNotFoundError:
-                told = self._loss == "assistant" and learned is None
-                if not told or not _MARKED.search(self._own_template(tools)):
-                    raise
-                return self._by_marks(messages, tools)
-            end = self._missing_end(text, messages[-1])
-            if end:
-                spans = [(start, stop + len(end) if stop == len(text) else stop) for start, stop in spans]
-            return self._tokenise(text + end, spans)
+            spans = None if tools else self._known_spans(messages, text, learned)
+            instead: dict[int, str] = {}
+            if spans is None:
+                try:
+                    spans = supervised_spans(messages, text, render, self._loss, learned)
+                except TurnNotFoundError:
+                    if self._loss != "assistant":
+                        raise
+                    if learned is None and _MARKED.search(self._own_template(tools)):
+                        return self._by_marks(messages, tools)
+                    chosen = chosen_turns(messages, self._loss, learned)
+                    spans, instead = spans_with_other_ends(messages, text, render, chosen)
+            return self._with_ends(text, spans, messages[-1], instead)
         except BadRow:
             raise
         except REFUSALS as error:
             raise BadRow(f"the chat template or the tokenizer refuses it: {error}") from None
+
+    def _known_spans(self, messages: list[Message], text: str, learned: tuple[int, ...] | None) -> list[Span] | None:
+        """The spans by the shape of a conversation, None where that does not say."""
+        if self._loss == "text" or not _is_bare(messages):
+            return None
+        words = [message["content"] for message in messages]
+        if self._watch is None:
+            self._watch = Watch(self._own_template(None))
+        if self._watch.sees(words):
+            return None
+        key = tuple(message["role"] for message in messages), learned
+        if key not in self._shapes:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = find_shape(key[0], self._render_bare, self._loss, learned)
+        shape = self._shapes[key]
+        return None if shape is None else shape.find(words, text)
+
+    def _render_bare(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        return self._render(messages, None, add_generation_prompt)
 
     def _check_syntax(self) -> None:
         try:
@@ -137,12 +244,27 @@ class ChatEncoder:
         )
         return str(text)
 
+    def _with_ends(self, text: str, spans: list[Span], last: Message, instead: dict[int, str]) -> _Rendered:
+        """``text`` with an end for every turn, also where the template writes none."""
+        if self._loss in ("assistant", "last_turn"):
+            spans = with_next_mark(text, spans, self._special)
+        end = self._missing_end(text, last)
+        if end:
+            spans = [(start, stop + len(end) if stop == len(text) else stop) for start, stop in spans]
+        return _Rendered(text + end, spans, instead)
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        """Tokens that stand for themselves, and in no text."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return frozenset(token.content for token in added if token.special)
+
     def _missing_end(self, text: str, last: Message) -> str:
         """The end-of-sequence token where the template writes nothing behind the last answer; else nothing.
 
         Without one the model would not learn to stop.
         """
-        eos, words, written = self._tokenizer.eos_token, words_of(last), text.rstrip()
+        eos, words, written = self._eos, words_of(last), text.rstrip()
         is_missing = last["role"] == "assistant" and words and written.endswith(words) and eos is not None
         return str(eos) if is_missing and not written.endswith(str(eos)) else ""
 
@@ -159,23 +281,38 @@ class ChatEncoder:
         ids = np.array(encoded["input_ids"], dtype=np.int64)
         return self._with_bos(ids, np.where(np.array(encoded["assistant_masks"]) == 1, ids, IGNORED))
 
-    def _tokenise(self, text: str, spans: list[Span]) -> Tokens:
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = np.array(encoded["input_ids"], dtype=np.int64)
-        ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
+    def _tokenise(self, found: Sequence[_Rendered]) -> list[Tokens]:
+        if not found:
+            return []
+        texts = [one.text for one in found]
+        encoded: Any = self._tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+        )
+        rows = zip(encoded["input_ids"], encoded["offset_mapping"], found, strict=True)
+        return [self._labelled(ids, offsets, one) for ids, offsets, one in rows]
+
+    def _labelled(self, row: list[int], offsets: list[tuple[int, int]], found: _Rendered) -> Tokens:
+        ids = np.array(row, dtype=np.int32)
         labels = np.full_like(ids, IGNORED)
-        for start, end in spans:
+        for start, end in found.spans:
             # By a token's last character: one that a merge has drawn over the border holds the answer's first one.
-            inside = (ends > start) & (ends <= end)
-            labels[inside] = ids[inside]
+            first, behind = (bisect_right(offsets, border, key=itemgetter(1)) for border in (start, end))
+            labels[first:behind] = ids[first:behind]
+        vocab = self._tokenizer.get_vocab() if found.instead else {}
+        for place, mark in found.instead.items():
+            # Only a mark that is one token can take the place of one.
+            at = next((number for number, (start, _) in enumerate(offsets) if start == place), None)
+            if at is None or mark not in vocab:
+                raise BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
+            labels[at] = vocab[mark]
         return self._with_bos(ids, labels)
 
     def _with_bos(self, ids: np.ndarray, labels: np.ndarray) -> Tokens:
-        if self._bos and list(ids[:1]) != self._bos:
+        if self._bos and ids[:1].tolist() != self._bos:
             ids = np.concatenate([self._bos, ids])
             labels = np.concatenate([[IGNORED], labels])
-        head = int(len(ids) > 0 and int(ids[0]) == self._tokenizer.bos_token_id)
-        return Tokens(ids.astype(np.int32), labels.astype(np.int32), head=head)
+        head = int(len(ids) > 0 and int(ids[0]) == self._bos_id)
+        return Tokens(ids.astype(np.int32, copy=False), labels.astype(np.int32, copy=False), head=head)
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -190,6 +327,19 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
         return _BY_END
     rule = "the data has messages, and the tokenizer has neither a chat template nor a token that could end a turn"
     raise ConfigError("chat_template", rule, "Give one with chat_template=FILE, or tokenise the rows yourself")
+
+
+def _is_bare(messages: Any) -> bool:
+    """Whether turns hold words and nothing else, and each of them some; there is at least one."""
+    if type(messages) is not list or not messages:
+        return False
+    for turn in messages:
+        if type(turn) is not dict or len(turn) != 2 or "role" not in turn:
+            return False
+        content = turn.get("content")
+        if type(content) is not str or not content or content.isspace():
+            return False
+    return True
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:

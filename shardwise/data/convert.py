@@ -187,7 +187,7 @@ def read_completion(value: dict[str, Any]) -> Sample:
         if not learned:
             raise BadRow("completion is empty")
         places = tuple(range(len(given), len(given) + len(learned)))
-        return Conversation([*given, *learned], _tools(value), places)
+        return Conversation([*given, *learned], _tools(value), places, is_completion=True)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("one of prompt and completion is a list of turns, and the other is none")
     if not isinstance(prompt, str):  # an empty one is a text to learn as a whole

@@ -1,4 +1,7 @@
-"""Rows that are too long, cut so that what is left still teaches: an answer stays whole, with the end of its turn."""
+"""Rows that are too long, cut so that what is left still teaches.
+
+An answer stays whole, with the end of its turn. A text that is learned as a whole may also become several rows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def shorten(tokens: Tokens, length: int) -> Tokens | None:
     the answer stays. An answer that is too long by itself is not cut.
     """
     supervised = tokens.labels != IGNORED
-    if supervised[max(1, tokens.head) :].all():  # the first label predicts nothing, so a BOS may be without
+    if _is_whole(tokens):
         return _kept(tokens, np.arange(length))
     starts, ends = _runs(supervised)
     fitting = ends[ends <= length]
@@ -28,6 +31,28 @@ def shorten(tokens: Tokens, length: int) -> Tokens | None:
     if room < 1 or tokens.position_ids is not None:
         return None
     return _kept(tokens, np.concatenate([np.arange(tokens.head), np.arange(start - room, end)]))
+
+
+def split(tokens: Tokens, length: int) -> list[Tokens] | None:
+    """``tokens`` as rows of at most ``length``, at least 2; None unless they are learned as a whole.
+
+    Each row begins as the text does where that keeps a ``head``, else with the last token of the row before it: so
+    every token is predicted once, as in the text, but for what stood further before it.
+    """
+    if not _is_whole(tokens) or tokens.position_ids is not None:
+        return None
+    head, step = tokens.head, length - max(1, tokens.head)
+    rows = []
+    for start in range(max(1, head), len(tokens.labels), step):
+        before = np.arange(head) if head else np.array([start - 1])
+        kept = np.concatenate([before, np.arange(start, min(start + step, len(tokens.labels)))])
+        rows.append(Tokens(tokens.input_ids[kept], tokens.labels[kept], None, head))
+    return rows
+
+
+def _is_whole(tokens: Tokens) -> bool:
+    """Whether every token is supervised; the first label predicts nothing, so a BOS may be without."""
+    return bool((tokens.labels[max(1, tokens.head) :] != IGNORED).all())
 
 
 def _runs(supervised: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwise.data.chat import ChatEncoder
-from shardwise.data.format import IGNORED, BadRow, Sample, Text, Tokens, check_ids
+from shardwise.data.format import IGNORED, BadRow, Conversation, Sample, Text, Tokens, check_ids
 from shardwise.data.pairs import PairEncoder
 from shardwise.errors import ConfigError
 from shardwise.models.tokenizer import leading_bos
@@ -125,9 +125,8 @@ class RowEncoder:
         if isinstance(row, Text):
             tokens = self._text(row)
         else:
-            turns = {"messages": row.messages, "tools": row.tools, "learned": row.learned}
-            tokens = self._pairs(turns) if row.is_pair else self._chat(turns)
-        check_ids(tokens.input_ids, self._vocab_size, "the tokenizer's id")
+            tokens = self._pairs(self._turns(row)) if row.is_pair else self._chat(self._turns(row))
+        self._check(tokens)
         return tokens
 
     def many(self, rows: Sequence[Sample]) -> list[Tokens | BadRow]:
@@ -137,20 +136,40 @@ class RowEncoder:
             ConfigError: as for one row.
         """
         whole = [row for row in rows if isinstance(row, Text) and all(supervised for _, supervised in row.pieces)]
-        known: dict[int, Tokens] = {}
+        known: dict[int, Tokens | BadRow] = {}
         if whole:
             with suppress(TypeError, ValueError):  # then each by itself, to find out which
                 known = dict(zip(map(id, whole), self._text.many(whole), strict=True))
+        for is_pair in (False, True):
+            talks = [row for row in rows if isinstance(row, Conversation) and row.is_pair == is_pair]
+            if talks:
+                encode = self._pairs if is_pair else self._chat
+                known |= zip(map(id, talks), encode.many([self._turns(row) for row in talks]), strict=True)
         return [self._one(row, known.get(id(row))) for row in rows]
 
-    def _one(self, row: Sample, known: Tokens | None) -> Tokens | BadRow:
+    def _one(self, row: Sample, known: Tokens | BadRow | None) -> Tokens | BadRow:
         try:
             if known is None:
                 return self(row)
-            check_ids(known.input_ids, self._vocab_size, "the tokenizer's id")
+            if isinstance(known, Tokens):
+                self._check(known)
         except BadRow as error:
             return error
         return known
+
+    def _turns(self, row: Conversation) -> dict[str, Any]:
+        """A conversation as its encoders take it; where every turn is learned, a prompt is too."""
+        learned = None if row.is_completion and self._loss == "all_turns" else row.learned
+        return {"messages": row.messages, "tools": row.tools, "learned": learned}
+
+    def _check(self, tokens: Tokens) -> None:
+        """Refuse an id that the model does not have; where it has all of the tokenizer's none is looked at."""
+        if not self._has_all_ids:
+            check_ids(tokens.input_ids, self._vocab_size, "the tokenizer's id")
+
+    @cached_property
+    def _has_all_ids(self) -> bool:
+        return max(self.tokenizer.get_vocab().values(), default=0) < self._vocab_size
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -49,12 +49,14 @@ class Conversation:
         tools: descriptions of the tools, None where the row has none.
         learned: the places in ``messages`` that may be supervised; None: all that the loss is taken on.
         is_pair: a question and its answer in two columns; without a chat template it is plain text.
+        is_completion: a prompt and its completion; ``learned`` are the turns of the completion.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     learned: tuple[int, ...] | None = None
     is_pair: bool = False
+    is_completion: bool = False
 
 
 @dataclass(frozen=True, slots=True)

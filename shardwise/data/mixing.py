@@ -24,7 +24,8 @@ def sources_of(
     """What ``data.train`` or ``data.eval`` names, each with its own format; ``max_samples`` counts for each."""
     found = []
     for source in data_sources(given):
-        data = run.data if source.format is None else run.data.model_copy(update={"format": source.format})
+        own_keys = {key: getattr(source, key) for key in ("format", "columns") if getattr(source, key) is not None}
+        data = run.data.model_copy(update=own_keys)
         own = run.model_copy(update={"data": data})
         found.append(Source(Path(source.path), own, vocab_size, max_positions, max_samples))
     return found

@@ -1,8 +1,9 @@
 """How the rows of a step lie in its micro-batches: one behind the other, several in one (packed), or each by itself.
 
 Packing changes where a row lies and nothing else: a step holds the same rows as without, and so the loss, the order,
-the number of steps and the place at which a run goes on stay what they are. Rows are packed within the share of their
-data rank. Which rows lie together follows from their lengths alone, so every rank finds the same.
+the number of steps and the place at which a run goes on stay what they are. The rows of a step are packed together and
+then dealt out to the data ranks, so that more ranks do not leave more room. Which rows lie together follows from their
+lengths alone, so every rank finds the same.
 """
 
 from __future__ import annotations
@@ -51,22 +52,20 @@ class StepLayout:
 
 def lay_out(lengths: np.ndarray, split: StepSplit) -> StepLayout:
     """The layout of a step whose rows have ``lengths``, int [rows]; no row is longer than the capacity."""
-    bounds = [rank_bounds(len(lengths), rank, split.num_data_ranks) for rank in range(split.num_data_ranks)]
+    ranks = split.num_data_ranks
     if split.capacity is None:
+        bounds = [rank_bounds(len(lengths), rank, ranks) for rank in range(ranks)]
         largest = max(end - start for start, end in bounds)
         number = max(-(-largest // split.micro_batch_size), split.min_micro_batches)
         places = tuple([[row] for row in range(start, end)] for start, end in bounds)
         return StepLayout(number, split.micro_batch_size, int(lengths.max()), places)
-    shares = [lengths[start:end].tolist() for start, end in bounds]
-    fewest = max(len(best_fit(share, split.capacity)) for share in shares)
+    sizes: list[int] = lengths.tolist()
+    fewest = -(-len(best_fit(sizes, split.capacity)) // ranks)  # of one rank
     number = max(-(-fewest // split.micro_batch_size), split.min_micro_batches)
     size = -(-fewest // number)  # no more places than are needed
-    packed = [_shortest(share, number * size, split.capacity) for share in shares]
-    places = tuple(
-        [[start + row for row in rows] for rows in bins] for (start, _), bins in zip(bounds, packed, strict=True)
-    )
-    length = max(_fill(share, bins) for share, bins in zip(shares, packed, strict=True))
-    return StepLayout(number, size, length, places)
+    bins = _shortest(sizes, ranks * number * size, split.capacity)
+    shares = (rank_bounds(len(bins), rank, ranks) for rank in range(ranks))
+    return StepLayout(number, size, _fill(sizes, bins), tuple(bins[start:end] for start, end in shares))
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> Bins:

@@ -6,10 +6,11 @@ break, the answer, and the tokenizer's end-of-sequence token; the answer and tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.chat import ChatEncoder
-from shardwise.data.format import Tokens
+from shardwise.data.format import BadRow, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,3 +47,7 @@ class PairEncoder:
             BadRow: what the template refuses.
         """
         return self._chat(value)
+
+    def many(self, values: Sequence[dict[str, Any]]) -> list[Tokens | BadRow]:
+        """Ids and labels of rows in their order; of one that the template refuses the reason."""
+        return self._chat.many(values)

@@ -22,24 +22,29 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import Format
 from shardwise.data.readers import files_of
 from shardwise.data.rows import Source, chunks, parts_of, write_rows
 from shardwise.data.source import Item, Raw, local, show
-from shardwise.data.store import Rows, RowsWriter, open_rows
+from shardwise.data.store import Rows, RowsWriter, flattened, open_rows
 from shardwise.data.tokenise import Chunk, Limits, tokenise
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.lifeline import die_with_parent
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.spec.described import code_hash, write_whole
 from shardwise.spec.template import template_text
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Keys of the section data on which a row's tokens do not depend.
 _ORDER_KEYS = {"train", "eval", "val_size", "max_samples", "packing", "group_by_length", "shuffle", "seed", "drop_last"}
-# Files of a model's folder that its tokenizer is made of.
-_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "sentencepiece", "added_tokens", "chat_template", "special")
+# Of a model's folder all files count that a tokenizer may be made of; these hold weights.
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json")
+_TEMPLATES = "additional_chat_templates"  # a folder in it
 _KEPT_SECONDS = 30 * 86400.0  # a folder that nobody has opened for so long goes when another is written
 _LARGE_BYTES = 64 << 20  # of a file that takes a while to hash
 _SETTLED_SECONDS = 2.0  # a younger file may change again within the resolution of its time
@@ -73,17 +78,67 @@ def key_of(source: Source, cache: Path | None = None) -> str:
         ConfigError: a file that cannot be read.
     """
     digest = hashlib.sha256()
-    settings = source.run.data.model_dump(mode="json", exclude=_ORDER_KEYS)
+    # Rows that would be refused are in no folder but that of a run that leaves them out: see _serves.
+    settings = source.run.data.model_dump(mode="json", exclude=_ORDER_KEYS | {"on_bad_rows"})
+    settings["on_long"] = "drop" if source.run.data.on_long == "refuse" else source.run.data.on_long
     template = None if source.run.chat_template is None else template_text(source.run.chat_template)
     sizes = [source.vocab_size, source.max_positions, source.max_samples]
     versions = [version("transformers"), version("tokenizers"), code_hash(("data", "models"))]
     digest.update(json.dumps([settings, template, sizes, versions], sort_keys=True).encode())
-    folder = local(tokenizer_folder(source))
-    names = sorted(name for name in os.listdir(folder) if any(part in name.lower() for part in _TOKENIZER_FILES))
-    for file in [*(folder / name for name in names), *files_of(source.path)]:
+    for file in [*_tokenizer_files(local(tokenizer_folder(source))), *files_of(source.path)]:
         digest.update(f"\0{file}\0".encode("utf-8", "surrogateescape"))
         digest.update(_bytes_digest(local(file), cache).encode())
     return digest.hexdigest()
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """Every file that a tokenizer in ``folder`` may be read from; a class of its own may read any."""
+    found = [*folder.iterdir(), *(folder / _TEMPLATES).glob("*")]
+    hidden_or_weights = (path.name.startswith(".") or path.name.endswith(_WEIGHTS) for path in found)
+    return sorted(path for path, is_out in zip(found, hidden_or_weights, strict=True) if not is_out and path.is_file())
+
+
+def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
+    """A folder in ``cache`` from which this tokenizer is read again, named by what it holds.
+
+    Raises:
+        ConfigError: what is read from the folder is another tokenizer.
+        OSError: the cache cannot be written to.
+    """
+    place = cache / "tokenizers"
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix=".") as draft:
+        name = f"tokenizer = {type(tokenizer).__name__}"
+        try:
+            tokenizer.save_pretrained(draft)
+            same = _told(load_tokenizer(Path(draft))) == _told(tokenizer)
+        except Exception as error:  # whatever a tokenizer of foreign code raises
+            raise ConfigError(name, f"cannot be saved to a folder ({type(error).__name__}: {error})") from None
+        if not same:
+            raise ConfigError(name, "is another one when it is saved to a folder and read again")
+        digest = hashlib.sha256()
+        for file in _tokenizer_files(Path(draft)):
+            digest.update(f"\0{file.relative_to(draft)}\0{_hashed(file)}".encode())
+        folder = place / digest.hexdigest()
+        if not folder.is_dir():
+            with suppress(OSError):  # another job may have been faster
+                Path(draft).rename(folder)
+                Path(draft).mkdir()  # for its own end
+    return folder
+
+
+def _told(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """All that a tokenizer's tokens and templates depend on.
+
+    Raises:
+        ValueError: one that is no description of itself, such as a class written by hand.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("it has no tokenizer.json")
+    described = json.loads(backend.to_str())
+    described.pop("padding"), described.pop("truncation")  # of the last call, not of the tokenizer
+    return type(tokenizer), described, tokenizer.special_tokens_map, tokenizer.chat_template
 
 
 def _bytes_digest(file: Path, cache: Path | None) -> str:
@@ -136,16 +191,20 @@ def find_prepared(source: Source, cache: Path | None) -> Path | None:
     if cache is None or not os.path.isdir(cache):  # of a folder that may not be looked into Path.is_dir raises
         return None
     folder = cache / key_of(source, cache)
-    return folder if _opens(folder) else None
+    return folder if _serves(folder, source) else None
 
 
-def _opens(folder: Path) -> bool:
-    """Whether a folder holds all that was written; a full disk or a cleaner may have taken a part of it."""
+def _serves(folder: Path, source: Source) -> bool:
+    """Whether a folder holds all that was written, and no row was left out that this run refuses.
+
+    A full disk or a cleaner may have taken a part of it; ``data show`` may have written it, which refuses nothing.
+    """
     try:
-        open_prepared(folder)
+        counts, data = open_prepared(folder)[1]["counts"], source.run.data
+        is_bad = counts["bad"] and data.on_bad_rows == "refuse"
+        return not (is_bad or (counts["dropped"] and data.on_long == "refuse"))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return True
 
 
 def open_prepared(folder: Path) -> tuple[Rows, dict[str, Any]]:
@@ -174,13 +233,13 @@ def prepare(source: Source, cache: Path, processes: int, progress: Progress | No
     key = key_of(source, cache)
     folder = cache / key
     with _locked(cache / f"{key}.lock"):
-        if _opens(folder):
+        if _serves(folder, source):
             return folder
-        shutil.rmtree(folder, ignore_errors=True)
         _forget_old(cache)
         unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{key[:16]}-"))
         try:
             _write(source, unfinished, processes, progress)
+            shutil.rmtree(folder, ignore_errors=True)
             try:
                 unfinished.rename(folder)
             except OSError:
@@ -221,7 +280,7 @@ def _write(source: Source, folder: Path, processes: int, progress: Progress | No
 
     def found() -> Iterator[tuple[int, str, Chunk]]:
         rows = seen = 0
-        work = chunks(parts, source.run.data.format, source.max_samples)
+        work = chunks(parts, source.run.data.format, source.max_samples, source.run.data.columns)
         for number, file, chunk, num_bytes in _in_parallel(work, encode, source.limits, processes):
             rows, seen = rows + chunk.num_items, seen + num_bytes
             if progress is not None:
@@ -235,7 +294,8 @@ def _write(source: Source, folder: Path, processes: int, progress: Progress | No
 
 def _needs_tokenizer(source: Source) -> bool:
     """Whether the first row is text."""
-    first = next(chunks(list(parts_of(source.path)), source.run.data.format, 1), None)
+    data = source.run.data
+    first = next(chunks(list(parts_of(source.path)), data.format, 1, data.columns), None)
     return first is not None and first[2] not in (None, "tokens")
 
 
@@ -249,7 +309,13 @@ class _Worker:
 def _work(task: Task) -> tuple[int, str, Chunk, int]:
     number, file, kind, items = task
     num_bytes = sum(len(item.data) for item in items if isinstance(item, Raw))
-    return number, file, tokenise(items, file, kind, _Worker.encode, _Worker.limits), num_bytes
+    return number, file, flattened(tokenise(items, file, kind, _Worker.encode, _Worker.limits)), num_bytes
+
+
+def _enter(parent: int) -> None:
+    """Begin a forked process: Ctrl-C is its parent's to answer, without which it does not stay."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)
 
 
 def _in_parallel(
@@ -260,9 +326,8 @@ def _in_parallel(
     if processes <= 1:
         yield from map(_work, tasks)
         return
-    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
     fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(processes, fork, initializer=signal.signal, initargs=ignore)
+    pool = ProcessPoolExecutor(processes, fork, initializer=_enter, initargs=(os.getpid(),))
     waiting: deque[Future[tuple[int, str, Chunk, int]]] = deque()
     try:
         for task in tasks:

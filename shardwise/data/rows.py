@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -104,7 +104,8 @@ class Source:
     @property
     def limits(self) -> Limits:
         """What its rows are held against."""
-        return Limits(self.vocab_size, self.max_positions, self.limit.tokens, self.run.data.on_long)
+        data = self.run.data
+        return Limits(self.vocab_size, self.max_positions, self.limit.tokens, data.on_long, data.columns)
 
     def encoder(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> RowEncoder:
         """What makes tokens of its rows."""
@@ -144,7 +145,7 @@ def survey_rows(
     encode, limits, parts = source.encoder(tokenizer), source.limits, list(parts_of(source.path, records))
     found = (
         (number, file, tokenise(items, file, kind, encode, limits))
-        for number, file, kind, items in chunks(parts, source.run.data.format, source.max_samples)
+        for number, file, kind, items in chunks(parts, source.run.data.format, source.max_samples, limits.columns)
     )
     writer = RowsWriter(folder)
     told = write_rows(source, found, writer)
@@ -165,8 +166,9 @@ def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: 
         writer.add(chunk, number)
         tally.add(chunk, file)
         notes += [note for note in chunk.notes if note not in notes]  # each process has its own
-    limit, skip_bad = str(source.limit), source.run.data.on_bad_rows == "skip"
-    tally.check(source.name, writer.num_rows, writer.num_learned, limit, skip_bad=skip_bad)
+    limit, data = str(source.limit), source.run.data
+    skips, splits = data.on_bad_rows == "skip", data.on_long == "split"
+    tally.check(source.name, writer.num_rows, writer.num_learned, limit, skip_bad=skips, splits=splits)
     told = [f"{source.name}: {line}" for line in [*notes, *tally.notes(source.name, limit)]]
     return {"notes": told, "counts": tally.counts()}
 
@@ -181,12 +183,15 @@ def parts_of(path: Path, records: Iterable[Record] | None = None) -> Iterator[tu
 
 
 def chunks(
-    parts: Sequence[tuple[str, Iterable[Item]]], given: str, max_items: int | None
+    parts: Sequence[tuple[str, Iterable[Item]]],
+    given: str,
+    max_items: int | None,
+    columns: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[int, str, Format | None, list[Item]]]:
     """``(number of the file, its name, its format, items)``, at most ``CHUNK`` items at once, ``max_items`` in all.
 
     ``given`` is ``data.format``; for ``auto`` the format of a file is that of its first row that has one, and rows in
-    chunks before that have none.
+    chunks before that have none. ``columns`` are the names that rows are read under.
     """
     left = max_items
     for number, (name, items) in enumerate(parts):
@@ -198,6 +203,6 @@ def chunks(
             if not batch:
                 break
             if not is_certain:
-                kind, is_certain = find_format(batch, name)
+                kind, is_certain = find_format(batch, name, columns)
             left = None if left is None else left - len(batch)
             yield number, name, kind, batch

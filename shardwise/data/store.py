@@ -7,14 +7,14 @@ import io
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, overload
 
 import numpy as np
 
-from shardwise.data.format import Tokens
+from shardwise.data.format import IGNORED
 from shardwise.data.tokenise import Chunk, num_supervised
 
 _META = "meta.json"
@@ -53,6 +53,7 @@ class Store:
 
     def __init__(self, columns: dict[str, np.ndarray], files: Sequence[str]) -> None:
         self.columns, self.files = columns, tuple(files)
+        self._plain = {name: np.asarray(column) for name, column in columns.items()}  # a slice of a memmap costs more
         self._starts = np.concatenate([[0], np.cumsum(columns["lengths"], dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ class Store:
     def row(self, place: int, index: int) -> Row:
         """The row at ``place``, numbered ``index``."""
         start, end = int(self._starts[place]), int(self._starts[place + 1])
-        columns = self.columns
+        columns = self._plain
         positions = columns["position_ids"][start:end] if len(columns["position_ids"]) else None
         if positions is not None and positions[0] < 0:  # none of its own, beside rows that have some
             positions = None
@@ -134,6 +135,38 @@ def joined(parts: Sequence[Rows]) -> Rows:
     return Rows([store for part in parts for store in part.stores], np.concatenate(orders).astype(np.int64))
 
 
+def columns_of(chunk: Chunk) -> dict[str, np.ndarray]:
+    """The rows of a chunk, which has some, as flat arrays by the names of columns; of one that is flat what it has.
+
+    ``position_ids`` are there where a row has its own; those of the others are -1.
+    """
+    if chunk.columns is not None:
+        return dict(chunk.columns)
+    rows = chunk.rows
+    labels = np.concatenate([row.labels for row in rows]).astype(np.int32, copy=False)
+    lengths = np.array([len(row.labels) for row in rows], dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    learned = labels != IGNORED
+    learned[(ends - lengths)[lengths > 0]] = False  # nothing comes before the first
+    counts = np.concatenate([[0], np.cumsum(learned, dtype=np.int64)])
+    columns = {
+        "input_ids": np.concatenate([row.input_ids for row in rows]).astype(np.int32, copy=False),
+        "labels": labels,
+        "lengths": lengths,
+        "supervised": counts[ends] - counts[ends - lengths],
+    }
+    if any(row.position_ids is not None for row in rows):
+        given = (row.position_ids for row in rows)
+        parts = (np.full(n, -1, np.int32) if own is None else own for own, n in zip(given, lengths, strict=True))
+        columns["position_ids"] = np.concatenate(list(parts))
+    return columns
+
+
+def flattened(chunk: Chunk) -> Chunk:
+    """The same chunk with its rows as flat arrays, which are sent to another process for a fraction of the cost."""
+    return replace(chunk, rows=[], columns=columns_of(chunk)) if chunk.lines else chunk
+
+
 class RowsWriter:
     """Takes rows chunk by chunk and keeps no token of those that it has written.
 
@@ -152,30 +185,24 @@ class RowsWriter:
 
     def add(self, chunk: Chunk, file: int) -> None:
         """Append the rows of a chunk of file number ``file``."""
-        if not chunk.rows:
+        if not chunk.lines:
             return
-        for row in chunk.rows:
-            self._write("input_ids", row.input_ids)
-            self._write("labels", row.labels)
-            self._write_positions(row)
-            self.num_tokens += len(row.input_ids)
-        self._write("lengths", [len(row.input_ids) for row in chunk.rows])
-        supervised = [num_supervised(row.labels) for row in chunk.rows]
-        self._write("supervised", supervised)
-        self.num_learned += sum(count > 0 for count in supervised)
-        self._write("lines", chunk.lines)
-        self._write("files", [file] * len(chunk.rows))
-        self._out["prints"].write(b"".join(chunk.fingerprints))
-        self.num_rows += len(chunk.rows)
-
-    def _write_positions(self, row: Tokens) -> None:
-        """Positions of a row; once any row has its own, those of the others are -1."""
-        if row.position_ids is not None and not self._has_positions:
+        columns = columns_of(chunk)
+        positions = columns.pop("position_ids", None)
+        for name, values in columns.items():
+            self._write(name, values)
+        if positions is not None and not self._has_positions:
             self._has_positions = True
             self._write("position_ids", np.full(self.num_tokens, -1))
-        if self._has_positions:
-            own = row.position_ids is not None
-            self._write("position_ids", row.position_ids if own else np.full(len(row.input_ids), -1))
+        number = len(columns["input_ids"])
+        if self._has_positions:  # once any row has its own, those of the others are -1
+            self._write("position_ids", np.full(number, -1) if positions is None else positions)
+        self.num_tokens += number
+        self.num_learned += int(np.count_nonzero(columns["supervised"]))
+        self._write("lines", chunk.lines)
+        self._write("files", [file] * len(chunk.lines))
+        self._out["prints"].write(b"".join(chunk.fingerprints))
+        self.num_rows += len(chunk.lines)
 
     def _write(self, name: str, values: Any) -> None:
         self._out[name].write(np.asarray(values, dtype=_COLUMNS[name]).tobytes())

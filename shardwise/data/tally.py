@@ -45,6 +45,7 @@ class Tally:
     refused: Fate = field(default_factory=Fate)
     dropped: Fate = field(default_factory=Fate)
     truncated: Fate = field(default_factory=Fate)
+    split: Fate = field(default_factory=Fate)
     formats: dict[str, str] = field(default_factory=dict)  # by file
     unused: dict[str, list[str]] = field(default_factory=dict)  # by file: columns with text that are not looked at
 
@@ -63,7 +64,7 @@ class Tally:
             self.kinds[kind] = (self.kinds.get(kind, (reason, 0))[0], self.kinds.get(kind, (reason, 0))[1] + 1)
         if chunk.hopeless and not self.hopeless:
             self.hopeless = (f"{name}:{chunk.hopeless[0]}", chunk.hopeless[1])
-        for fate in ("refused", "dropped", "truncated"):
+        for fate in ("refused", "dropped", "truncated", "split"):
             getattr(self, fate).add(name, getattr(chunk, fate))
 
     def by_reason(self) -> str:
@@ -72,7 +73,9 @@ class Tally:
         shown = "; ".join(f"{reason} ({count})" for reason, count in counted[:_SHOWN])
         return shown + (f"; and {len(counted) - _SHOWN} other reasons" if len(counted) > _SHOWN else "")
 
-    def check(self, name: str, num_rows: int, num_learned: int, limit: str, *, skip_bad: bool) -> None:
+    def check(
+        self, name: str, num_rows: int, num_learned: int, limit: str, *, skip_bad: bool, splits: bool = False
+    ) -> None:
         """Refuse what a run cannot use.
 
         Args:
@@ -80,6 +83,7 @@ class Tally:
             num_rows: rows in use; ``num_learned`` of them have a supervised token.
             limit: what the longest row follows from, in words.
             skip_bad: bad rows are left out; they are refused only where no row is left.
+            splits: texts that are too long became several rows, so what is refused is none that can.
 
         Raises:
             ConfigError: what :func:`shardwise.data.rows.load_rows` says.
@@ -97,6 +101,8 @@ class Tally:
                 f"{self.refused.first_length} tokens are more than {limit} ({count} such rows, the longest {longest})"
             )
             remedy = "Cut them with data.on_long=truncate, leave them out with data.on_long=drop"
+            if splits:
+                rule += ", and only a text learned as a whole can be split: half of a conversation has no answer"
             raise ConfigError(self.refused.first, rule, remedy)
         if not num_learned:
             rule = f"none of {self.num_items} rows has a supervised token, there is nothing to learn"
@@ -126,6 +132,7 @@ class Tally:
             "bad": dict(self.kinds.values()),
             "dropped": self.dropped.count,
             "truncated": self.truncated.count,
+            "split": self.split.count,
         }
 
     def notes(self, name: str, limit: str) -> list[str]:
@@ -139,6 +146,10 @@ class Tally:
             told.append(f"{self.dropped.count} rows longer than {limit} dropped, the first {first}")
         if self.truncated.count:
             told.append(f"{self.truncated.count} rows cut to {limit}, the first {_line(self.truncated.first, name)}")
+        if self.split.count:
+            told.append(
+                f"{self.split.count} texts longer than {limit} split, the first {_line(self.split.first, name)}"
+            )
         return told + self._unused(name)
 
     def _unused(self, name: str) -> list[str]:

@@ -37,22 +37,32 @@ def supervised_spans(
     Raises:
         BadRow: turns that cannot be found in ``text``.
     """
-    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = assistant_turns(messages)
     if loss in ("text", "last_turn"):
         for k in turns:
             if messages[k].get("tool_calls"):  # templates without tools leave calls out without a word
                 assistant_span(messages, k, text, render)
     if loss == "text":
         return [(0, len(text))]
-    wanted = set(range(len(messages)) if learned is None else learned)
     if loss == "all_turns":
-        return _every_turn(messages, text, render, wanted)
-    chosen = [k for k in (turns[-1:] if loss == "last_turn" else turns) if k in wanted]
+        return _every_turn(messages, text, render, set(range(len(messages)) if learned is None else learned))
+    chosen = chosen_turns(messages, loss, learned)
     spans = [assistant_span(messages, k, text, render) for k in chosen]
     for k, (_, end), (start, _) in zip(chosen, spans, spans[1:], strict=False):
         if end > start:
-            raise _not_found(k)
+            raise not_found(k)
     return spans
+
+
+def assistant_turns(messages: list[Message]) -> list[int]:
+    """The places of the assistant's turns."""
+    return [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def chosen_turns(messages: list[Message], loss: str, learned: Collection[int] | None) -> list[int]:
+    """The places of the turns that are learned with the loss ``assistant`` or ``last_turn``."""
+    turns = assistant_turns(messages)
+    return [k for k in (turns[-1:] if loss == "last_turn" else turns) if learned is None or k in learned]
 
 
 def assistant_span(messages: list[Message], k: int, text: str, render: Render) -> Span:
@@ -63,10 +73,10 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
             out what the assistant says.
     """
     message, content = messages[k], words_of(messages[k])
-    start = _start(messages[:k], content, text, render)
+    start = start_of(messages[:k], content, text, render)
     end = None if start is None else _end(messages[: k + 1], content, text, start, render)
     if start is None or end is None or end <= start:
-        raise _not_found(k)
+        raise not_found(k)
     # Its last line, since a template may set a thought before the answer apart.
     said = [content.splitlines()[-1]] if content else []
     for words in [*said, *(call["function"]["name"] for call in message.get("tool_calls") or ())]:
@@ -76,7 +86,8 @@ def assistant_span(messages: list[Message], k: int, text: str, render: Render) -
     return start, end
 
 
-def _not_found(k: int) -> TurnNotFoundError:
+def not_found(k: int) -> TurnNotFoundError:
+    """What is said of turn ``k``, counted from 0, that stands nowhere in what the template has written."""
     rule = "the chat template writes it otherwise when the conversation goes on; give another chat_template"
     return TurnNotFoundError(
         f"turn {k + 1} (assistant) cannot be found: {rule}, tokenise the rows yourself, or use data.loss=last_turn"
@@ -88,7 +99,7 @@ def words_of(message: Message) -> str:
     return (message.get("content") or "").strip()
 
 
-def _start(before: list[Message], content: str, text: str, render: Render) -> int | None:
+def start_of(before: list[Message], content: str, text: str, render: Render) -> int | None:
     """Where the answer to ``before`` starts in ``text``: behind the generation prompt.
 
     Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, or

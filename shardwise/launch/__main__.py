@@ -25,7 +25,9 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"script {name}", "there is no such file", "Name a Python file")
     tree = preset_tree(os.environ)
     nodes = nodes_of(tree.get("nnodes", 1), tree.get("node_rank", 0), tree.get("rdzv_endpoint"))
-    return launch_script(Script(name, tuple(script_arguments), is_module), int(number), nodes=nodes)
+    restarts = tree.get("restarts")
+    restarts = restarts if isinstance(restarts, int) and restarts > 0 else 0  # another one the Trainer refuses
+    return launch_script(Script(name, tuple(script_arguments), is_module), int(number), nodes=nodes, restarts=restarts)
 
 
 if __name__ == "__main__":

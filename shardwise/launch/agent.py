@@ -24,6 +24,7 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
 from shardwise.launch.machine import available_cores
+from shardwise.launch.machines import Machines
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import DEFAULT_TARGET, Nodes
 from shardwise.launch.restarts import run_with_restarts
@@ -42,7 +43,7 @@ from shardwise.train.status import Status, finish_status, read_status, write_sta
 if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
-_OTHERS_SECONDS = 3.0  # how long other machines may take to say who died
+_OTHERS_SECONDS = 10.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
 
 
@@ -74,12 +75,18 @@ class Work:
         start: folder of the launcher's log, and of everything else until a script names another.
         target: ``module:function`` that takes a :class:`WorkerContext`, or a script.
         devices: number of workers on all machines together.
+        restarts: how often they may be started again where no ``run.yaml`` says so: before a script's Trainer works.
+        variables: of the workers' environment, beside what all processes of the job have.
+        machines: what this launcher knows of those of other machines.
     """
 
     start: Path
     target: str | Script
     devices: int
     nodes: Nodes = field(default_factory=Nodes)
+    restarts: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    machines: Machines = field(default_factory=Machines)
 
     @property
     def folder(self) -> Path:
@@ -91,6 +98,11 @@ class Work:
     def tells(self) -> bool:
         """Whether this launcher keeps ``status.json``: that of machine 0 does."""
         return self.nodes.rank == 0
+
+    def tell_deaths(self, deaths: Mapping[int, int]) -> None:
+        """Leave what this machine has seen for the launchers of the others, where there are any."""
+        if self.nodes.count > 1 and deaths and self.folder.is_dir():
+            write_deaths(self.folder, self.nodes.rank, deaths)
 
     def grace_seconds(self) -> float | None:
         """Seconds that a stop may take; None while there is nothing to save: in a script that does not train yet, in
@@ -128,14 +140,14 @@ def launch(
     return _tell(work, outcome)
 
 
-def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = None) -> int:
+def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = None, restarts: int = 0) -> int:
     """Run a script in each of ``num_processes`` workers and wait for their end; as :func:`launch` otherwise.
 
     Logs and status go to the output folder of the script's Trainer. A script that has none leaves its logs only if
-    it fails, in a folder that the message names.
+    it fails, in a folder that the message names. ``restarts`` counts until its Trainer says how many there may be.
     """
     job_dir = Path(tempfile.mkdtemp(prefix="shardwise-"))
-    work = Work(job_dir, script, num_processes, nodes or Nodes())
+    work = Work(job_dir, script, num_processes, nodes or Nodes(), restarts)
     outcome = _launch(work, {forkserver.PRELOAD_MORE: "peft"})  # a script may ask for adapters
     code = _tell(work, outcome)
     if work.folder != job_dir or outcome.changes["state"] != "failed":
@@ -278,16 +290,16 @@ def _keep_stacks(folder: Path, result: AgentResult) -> None:
 def _culprit(work: Work, result: AgentResult) -> Culprit:
     """Who failed first. A machine that only sees a connection end waits a moment for what the others have seen."""
     folder, deaths = work.folder, result.deaths
-    if work.nodes.rank and deaths and folder.is_dir():
-        write_deaths(folder, work.nodes.rank, deaths)
-    deadline = time.monotonic() + (_OTHERS_SECONDS if work.nodes.count > 1 else 0.0)
+    work.tell_deaths(deaths)
+    deadline = time.monotonic() + _OTHERS_SECONDS
     while True:
         errors = [*read_errors(folder, work.devices), *result.errors]
-        known = deaths | {rank: code for rank, code in read_deaths(folder).items() if rank not in deaths}
+        told = read_deaths(folder)
+        known = deaths | {rank: code for other in told for rank, code in other.items() if rank not in deaths}
         explained = any(code < 0 for code in known.values()) or not all(error.connection_error for error in errors)
-        if explained or time.monotonic() > deadline:
+        if explained or work.nodes.count in (1, len(told)) or time.monotonic() > deadline:
             return find_culprit(known, errors, work.devices, result.standing)
-        time.sleep(_OTHERS_SECONDS / 30)
+        time.sleep(0.1)
 
 
 def _stopped(signal_name: str, checkpoint: str | None = None) -> Outcome:

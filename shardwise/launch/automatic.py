@@ -14,11 +14,12 @@ from shardwise.launch.planning import (
     find_cluster,
     fixed_fields,
     folder_costs,
+    manner_of,
     refuse_accumulation,
     trained,
     work_of,
 )
-from shardwise.launch.row_length import row_tokens
+from shardwise.launch.row_length import row_length
 from shardwise.log import say
 from shardwise.planner.explain import describe, why
 from shardwise.planner.host import on_cluster
@@ -97,9 +98,10 @@ def _named_cluster(run: RunConfig, device: DeviceType) -> ClusterSpec:
 
 def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, devices: int) -> Job:
     train, here = run.train, _is_here(run)
-    costs = trained(run, folder_costs(folder, model, os.environ))
+    costs = trained(run, folder_costs(folder, model, os.environ, manner_of(run)))
     precision = train.precision or ("fp32" if cluster.device_type == "cpu" else "bf16")
-    work = on_cluster(work_of(row_tokens(run, model.max_position_embeddings), precision, train), cluster)
+    length = row_length(run, model.max_position_embeddings)
+    work = on_cluster(work_of(length.tokens, precision, train), cluster)
     work = replace(work, packed=run.data.packing)
     rows = train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     if here and train.global_batch_size is None:  # as the rule for missing degrees has it: every data rank gets a row
@@ -116,6 +118,7 @@ def _job(run: RunConfig, model: ModelSpec, folder: Path, cluster: ClusterSpec, d
         memory,
         halves=not train.compile,
         all_devices=here,
+        sequence_from=length.source,
     )
 
 
@@ -124,11 +127,12 @@ def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
     first = found.plans[0]
     say(f"planned: {describe(first.candidate)} on {first.candidate.devices} devices ({job.cluster.name})")
     memory = format_bytes(first.estimate.memory_bytes)
-    say(f"predicted: {first.step_seconds:.3g} s a step of rows of {job.work.sequence} tokens, {memory} a device")
+    rows = f"rows of {job.work.sequence} tokens ({job.sequence_from})"
+    say(f"predicted: {first.step_seconds:.3g} s a step of {rows}, {memory} a device")
     for sentence in why(job, found):
         say(f"why: {sentence}")
-    groups = run.strategy.gradient_aggregation_group
-    strategy = StrategyConfig(**first.candidate.fields(), gradient_aggregation_group=groups)
+    others = {name: getattr(run.strategy, name) for name in ("gradient_aggregation_group", "tp_whole")}
+    strategy = StrategyConfig(**first.candidate.fields(), **others)
     update: dict[str, Any] = {"strategy": strategy, "devices": first.candidate.devices}
     if _is_here(run):
         update["train"] = run.train.model_copy(update={"global_batch_size": job.rows})

@@ -99,17 +99,17 @@ def read_errors(output_dir: Path, num_ranks: int) -> list[WorkerError]:
 
 
 def write_deaths(output_dir: Path, machine: int, deaths: Mapping[int, int]) -> None:
-    """Leave the deaths that the launcher of one of several machines saw for that of machine 0, in one move."""
+    """Leave the deaths that the launcher of one of several machines saw for those of the others, in one move."""
     path = output_dir / "logs" / f"deaths-machine-{machine}.json"
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(list(deaths.items())), encoding="utf-8")
     draft.replace(path)
 
 
-def read_deaths(output_dir: Path) -> dict[int, int]:
-    """The deaths that other machines have left: exit code by rank."""
+def read_deaths(output_dir: Path) -> list[dict[int, int]]:
+    """The deaths that machines have left so far: exit code by rank, of each machine that has said anything."""
     paths = sorted(output_dir.glob("logs/deaths-machine-*.json"))
-    return {rank: code for path in paths for rank, code in json.loads(path.read_text(encoding="utf-8"))}
+    return [dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def remove_errors(output_dir: Path, rank: int, num_ranks: int) -> None:

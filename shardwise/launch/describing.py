@@ -18,7 +18,7 @@ import shardwise.errors
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.log import say
 from shardwise.spec.block import ModelCosts
-from shardwise.spec.described import COSTS, SIZES, DescriptionCache, description_folder
+from shardwise.spec.described import FIRST_MANNER, SIZES, DescriptionCache, Manner, description_folder
 from shardwise.spec.model import ModelSpec, has_weights, hash_of, read_config, read_model
 
 CHILD = "shardwise.launch.describe"
@@ -52,16 +52,17 @@ def described_in_child(folder: Path, environ: Mapping[str, str]) -> ModelSpec:
     return replace(ModelSpec.from_json(run_child([str(folder)], environ)), has_weights=has_weights(folder))
 
 
-def costs_of(folder: Path, environ: Mapping[str, str]) -> ModelCosts:
+def costs_of(folder: Path, environ: Mapping[str, str], manner: Manner = FIRST_MANNER) -> ModelCosts:
     """What the model in ``folder`` costs, by kind of block: known from before, or found in a child within a minute.
 
     Raises:
         ShardwiseError: as :func:`run_child`.
     """
-    known = DescriptionCache(description_folder(environ)).find(hash_of(read_config(folder / "config.json")[1]), COSTS)
+    model_hash = hash_of(read_config(folder / "config.json")[1])
+    known = DescriptionCache(description_folder(environ)).find(model_hash, manner.kind)
     if known is None:
-        say(f"{folder}: finding out what its blocks cost, once")
-        known = run_child([str(folder), "--costs"], environ)
+        say(f"{folder}: finding out what its blocks cost{' with eager attention' if manner.eager else ''}, once")
+        known = run_child([str(folder), "--costs", *manner.arguments], environ)
     return ModelCosts.from_json(known)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 _LOCAL = "127.0.0.1"  # the number, not the name: no name service and no IPv6 is needed
 _SHUTDOWN_SECONDS = 5
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 3.0  # how long ranks may take to end by themselves when one has
+_OTHERS_SECONDS = 5.0  # that workers have to notice by themselves that those of another machine have failed
 _POLL_SECONDS = 0.1
 
 
@@ -60,11 +62,20 @@ class AgentResult:
 
 
 class _NoRedirects(LogsSpecs):
-    """The worker redirects its streams itself: the agent would let two streams overwrite each other in one file."""
+    """The worker redirects its streams itself: the agent would let two streams overwrite each other in one file.
+
+    Args:
+        variables: what each worker's environment is to hold beside what the agent puts there.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        super().__init__()
+        self._variables = variables
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for values in envs.values():
             values["TORCHELASTIC_ERROR_FILE"] = ""
+            values.update(self._variables)
         return LogsDest(
             stdouts=dict.fromkeys(envs, ""),
             stderrs=dict.fromkeys(envs, ""),
@@ -79,9 +90,11 @@ class _NoRedirects(LogsSpecs):
 class _Agent(LocalElasticAgent):
     """Starts the workers of this node, passes a stop request on, and remembers who died by itself."""
 
-    def __init__(self, spec: WorkerSpec, listener: StopListener, work: Work) -> None:
-        super().__init__(spec, _NoRedirects(), start_method="forkserver", shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._listener, self._work = listener, work
+    def __init__(self, spec: WorkerSpec, listener: StopListener, work: Work, attempt: int = 0) -> None:
+        redirects = _NoRedirects(work.variables)
+        super().__init__(spec, redirects, start_method="forkserver", shutdown_timeout=_SHUTDOWN_SECONDS)
+        self._listener, self._work, self._attempt = listener, work, attempt
+        self._other_failed_at: float | None = None
         self._channel: StopChannel | None = None
         self.deaths: dict[int, int] = {}
         self.stop_failed: str | None = None
@@ -95,8 +108,11 @@ class _Agent(LocalElasticAgent):
         if self.stop_failed or self.nothing_to_save:
             self._shutdown(signal.SIGKILL, timeout=_SHUTDOWN_SECONDS)
             return RunResult(state=WorkerState.FAILED)
-        if self._note_deaths(worker_group):
+        if self._note_deaths(worker_group) or self._other_machine_has_failed():
             self.failed_at = time.time()
+            # At once: the ranks of other machines end in this moment too, and their launchers ask who was first.
+            self._work.tell_deaths(self.deaths)
+            self._work.machines.tell_failure(self._attempt)
             # Let the rest end by itself for a moment: afterwards nobody can tell our signal from another's.
             deadline = time.monotonic() + _SETTLE_SECONDS
             while time.monotonic() < deadline and len(self.deaths) < len(worker_group.workers):
@@ -108,12 +124,21 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():  # a death between our look and the agent's, which has sent SIGTERM to all others
             self.failed_at = time.time()
+            self._work.machines.tell_failure(self._attempt)
             first = {rank: failure.exitcode for rank, failure in result.failures.items()}
             self.deaths = first | {
                 rank: code for rank, code in self._exit_codes(worker_group).items() if code not in (0, -signal.SIGTERM)
             }
             self._fetch_errors(worker_group)
         return result
+
+    def _other_machine_has_failed(self) -> bool:
+        """Whether workers of another machine have failed, and those here have had the time to fail of it."""
+        if self._other_failed_at is None:
+            if not self._work.machines.has_failed(self._attempt):
+                return False
+            self._other_failed_at = time.monotonic()
+        return time.monotonic() - self._other_failed_at > _OTHERS_SECONDS
 
     def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int]:
         codes = {
@@ -186,19 +211,20 @@ def run_workers(work: Work, num_processes: int, listener: StopListener, restart:
         listener: takes the user's signals.
         restart: what the workers are told of a failure before.
     """
-    handler = _handler(work, listener)
+    attempt = restart.number if restart else 0
+    handler = _handler(work, listener, attempt)
     is_script = isinstance(work.target, Script)
     spec = WorkerSpec(
         role="worker",
         local_world_size=num_processes,
         entrypoint=script_worker.entry if is_script else worker.entry,
-        args=(work.start, work.target) if is_script else (work.start, work.target, restart),
+        args=(work.start, work.target, restart),
         rdzv_handler=handler,
         max_restarts=0,
         monitor_interval=_POLL_SECONDS,
         local_addr=_LOCAL if work.nodes.is_local else None,
     )
-    agent = _Agent(spec, listener, work)
+    agent = _Agent(spec, listener, work, attempt)
     try:
         result = agent.run()
     finally:
@@ -217,7 +243,7 @@ def run_workers(work: Work, num_processes: int, listener: StopListener, restart:
     )
 
 
-def _handler(work: Work, listener: StopListener) -> RendezvousHandler:
+def _handler(work: Work, listener: StopListener, attempt: int) -> RendezvousHandler:
     """Where the agents of all machines meet, and who is who.
 
     The dynamic kind deals ranks out by its own order, so several machines use the static one: machine 0, where the
@@ -225,7 +251,7 @@ def _handler(work: Work, listener: StopListener) -> RendezvousHandler:
     """
     if work.nodes.endpoint is not None:
         told = f"nnodes = {work.nodes.count}, devices = {work.devices}"
-        return Meeting(work.nodes, told, lambda: listener.signal_name is not None)
+        return Meeting(work.nodes, told, lambda: listener.signal_name is not None, work.machines, attempt)
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",

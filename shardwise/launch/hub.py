@@ -1,16 +1,21 @@
-"""Where a model is: a path, a folder of models, then a model hub. Imports no torch."""
+"""Where a model or a data set is: a path, a folder of models, then a hub. Imports no torch."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import re
+import tempfile
 from pathlib import Path
 
+from shardwise.data.readers import SUFFIXES
 from shardwise.errors import ConfigError
-from shardwise.launch.paths import check_path
+from shardwise.launch.paths import check_path, local_path
 from shardwise.spec.model import find_model
 
 # What a run needs of a hub's folder: no pickled weights, no other formats of the same.
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+_DATA_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<split>[\w.-]+))?")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 
 
@@ -45,3 +50,74 @@ def _fetch(name: str, only_config: bool) -> Path:
 
     patterns = [pattern for pattern in _PATTERNS if not (only_config and pattern == "*.safetensors")]
     return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def locate_rows(key: str, name: str, models_dir: str | Path | None, cache: Path | None) -> str:
+    """The path of the rows that ``name`` stands for: itself, or those of a data set ``org/name[:split]``.
+
+    Such a data set is looked for under ``models_dir``, as models are, and then fetched by the library ``datasets``,
+    which asks Hugging Face's hub or what the variable HF_ENDPOINT names. What it gave is kept in ``cache``. Without a
+    split it is ``train``. A name that looks like that of a file stays as it is.
+
+    Args:
+        key: names it in messages, such as ``data.train``.
+
+    Raises:
+        ConfigError: a data set that is found nowhere.
+    """
+    found = _DATA_NAME.fullmatch(name)
+    plain = found["name"] if found else ""
+    if not found or local_path(name).exists() or plain.lower().removesuffix(".gz").endswith(SUFFIXES):
+        return name
+    if not found["split"] and local_path(name).parent.is_dir():  # a file of that folder whose name is wrong
+        return name
+    split = found["split"] or "train"
+    folders = _local_rows(plain, models_dir)
+    if folders:
+        return _split_of(key, name, folders[0], split)
+    if importlib.util.find_spec("datasets") is None:
+        rule = "is no file here, and a data set of the hub needs the package datasets, which is not installed"
+        raise ConfigError(f"{key} = {name!r}", rule, "Install it: pip install datasets; or give the path of a file")
+    try:
+        return _fetch_rows(plain, split, cache)
+    except Exception as error:  # of the network, of the hub, of its library: one message for all
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        rule = f"is no file here, and the hub does not give it ({type(error).__name__}: {reason[:200]})"
+        remedy = "Look at the name and the network (HF_ENDPOINT names a mirror), or give the path of a file"
+        raise ConfigError(f"{key} = {name!r}", rule, remedy) from None
+
+
+def _local_rows(name: str, models_dir: str | Path | None) -> list[Path]:
+    bases = [local_path(name)]
+    if models_dir is not None:
+        bases += [Path(models_dir).expanduser() / name, Path(models_dir).expanduser() / Path(name).name]
+    return [base for base in bases if base.is_dir()]
+
+
+def _split_of(key: str, name: str, folder: Path, split: str) -> str:
+    """What holds the split of a data set in ``folder``: a folder or a file of that name."""
+    for base in (folder / split, folder / "data" / split):
+        for place in (base, *(base.with_name(base.name + suffix) for suffix in SUFFIXES)):
+            if place.exists():
+                return str(place)
+    shown = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
+    rule = f"the folder {folder} has neither a folder nor a file {split} (it holds {shown})"
+    raise ConfigError(f"{key} = {name!r}", rule, "Name a split that is there, or give the path of a file")
+
+
+def _fetch_rows(name: str, split: str, cache: Path | None) -> str:
+    from datasets import load_dataset
+
+    rows = load_dataset(name, split=split)
+    if cache is None:
+        raise OSError("HOME is not set, so there is no cache to keep it in")
+    # By its content, as the library names it, so that a data set that changes on the hub is another folder.
+    told = hashlib.sha256(f"{name}:{split}:{rows._fingerprint}".encode()).hexdigest()[:16]
+    folder = cache / "hub" / f"{name.replace('/', '--')}--{split}--{told}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
+            rows.save_to_disk(str(Path(draft) / split))
+            if not folder.is_dir():  # another job may have been faster
+                (Path(draft) / split).rename(folder)
+    return str(folder)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch.agent import launch, threads_of
 from shardwise.launch.machine import available_cores, cpu_name, free_memory_bytes
+from shardwise.lifeline import die_with_parent
 from shardwise.log import say
 from shardwise.measure.names import ANSWER, REQUEST, TARGET
 from shardwise.measure.profile import profile_of
@@ -32,6 +36,8 @@ AUTO = "auto"  # the name of the profile that is measured here
 LEVELS = ("full", "quick")  # the better first
 _MOST_PROCESSES = 256
 _SECONDS = 600  # after which a measurement counts as stuck
+_STOP_SECONDS = 15  # in which one that is stopped cleans up
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _UNKNOWN_MEMORY = float(8 * 2**30)  # where the system does not tell how much it has
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -41,6 +47,7 @@ def measure(processes: int, level: str, device_type: DeviceType = "cpu") -> Samp
 
     Raises:
         LaunchError: a process failed; its log is named on the terminal.
+        SystemExit: a signal stopped it, which was told; its code is the contract's.
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix="shardwise-measure-"))
@@ -53,6 +60,8 @@ def measure(processes: int, level: str, device_type: DeviceType = "cpu") -> Samp
         (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
         (folder / "plan.json").write_text(json.dumps({"device_type": device_type}), encoding="utf-8")
         code = launch(folder, processes, target=TARGET)
+        if code in _STOPPED:
+            raise SystemExit(code)
         if code:
             rule = f"the processes that measure ended with status {code}"
             raise LaunchError("shardwise measure", rule, "Measure again, with fewer processes")
@@ -96,6 +105,7 @@ def measured_cluster(processes: int, environ: Mapping[str, str]) -> ClusterSpec:
 
     Raises:
         LaunchError: the child failed.
+        KeyboardInterrupt: the user's, once the child has cleaned up.
     """
     samples = known(processes, environ)
     if samples is None:
@@ -113,7 +123,7 @@ def measured_here(processes: int | None, level: str, environ: Mapping[str, str],
         ConfigError: there is nothing to show, or there are too many processes.
         LaunchError: as :func:`measure`.
     """
-    number = processes or available_cores()
+    number = processes or min(available_cores(), _MOST_PROCESSES)
     if number > _MOST_PROCESSES:
         rule = f"{_MOST_PROCESSES} processes at once are the most"
         raise ConfigError(f"--devices {number}", rule, f"Use --devices {_MOST_PROCESSES}")
@@ -144,7 +154,7 @@ def _measured_in_child(processes: int, environ: Mapping[str, str]) -> Samples:
     own = {name: value for name, value in environ.items() if name not in _PLACE and not name.startswith("TORCHELASTIC")}
     command = [sys.executable, "-m", "shardwise.launch.measuring", str(processes), "quick"]
     try:
-        done = subprocess.run(command, env=own, capture_output=True, timeout=_SECONDS, check=False)
+        done = _run_child(command, own)
         answer = json.loads(done.stdout)
         if "refused" not in answer:
             return Samples.from_json(answer)
@@ -159,6 +169,29 @@ def _measured_in_child(processes: int, environ: Mapping[str, str]) -> Samples:
     raise LaunchError(" ".join(command[1:]), rule, "Give a strategy, or run `shardwise measure` to see why")
 
 
+def _run_child(command: list[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """Run a child that cleans up after itself when it is stopped.
+
+    It has a session of its own, so that Ctrl-C reaches it once, by us, and is waited for: killed in the middle it
+    would leave its folders.
+
+    Raises:
+        TimeoutExpired: it takes too long; it is gone then.
+    """
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as child:
+        try:
+            answer, told = child.communicate(timeout=_SECONDS)
+        except BaseException:
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.communicate(timeout=_STOP_SECONDS)
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(command, child.returncode, answer, told)
+
+
 def _path(processes: int, level: str, device_type: str, environ: Mapping[str, str]) -> Path | None:
     folder = description_folder(environ)
     if folder is None:
@@ -170,7 +203,8 @@ def _path(processes: int, level: str, device_type: str, environ: Mapping[str, st
 
 
 def _main(processes: int, level: str) -> int:
-    """The child: its answer, or what it could not do, as JSON."""
+    """The child: its answer, or what it could not do, as JSON. It stops when its parent dies, too."""
+    die_with_parent(os.getppid(), by=signal.SIGTERM)  # which the launcher takes as a stop
     try:
         answer, code = measure(processes, level).to_json(), 0
     except ShardwiseError as error:

@@ -1,12 +1,12 @@
 """How the launchers of several machines find each other before they start workers. Imports torch.
 
 Torch's static rendezvous knows which machine is which, but waits where no signal reaches it. This one waits in short
-steps, looks for a signal between them, says whom it waits for, and compares what the machines were told to run.
+steps, looks for a signal between them, says whom it waits for, and compares what the machines were told to run. While
+machine 0 prepares data it is waited for as long as it gets on.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.beacon import preparing_rows
+from shardwise.launch.machines import Machines
 from shardwise.launch.place import Nodes
 from shardwise.log import say
 
@@ -37,13 +39,26 @@ class Meeting(StaticTCPRendezvous):
         nodes: this machine's place among them.
         told: what this machine runs; the same text on all of them.
         interrupted: whether the user wants to leave.
+        machines: keeps the store of the first meeting.
+        attempt: how often the job has failed before. Each attempt has a store of its own, since keys of the one before
+            would be taken for those of this one: the first at the endpoint, later ones at a free port of machine 0.
     """
 
-    def __init__(self, nodes: Nodes, told: str, interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        told: str,
+        interrupted: Callable[[], bool],
+        machines: Machines | None = None,
+        attempt: int = 0,
+    ) -> None:
         assert nodes.endpoint is not None
         host, _, port = nodes.endpoint.rpartition(":")
         super().__init__(host, int(port), nodes.rank, nodes.count, _RUN_ID, int(_LIMIT_SECONDS))
         self._nodes, self._told, self._interrupted = nodes, told, interrupted
+        self._machines, self._attempt = machines or Machines(), attempt
+        self._prepared: int | None = None  # rows of machine 0, as it last said
+        self._moved = 0.0  # when that changed
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all machines are here.
@@ -55,7 +70,9 @@ class Meeting(StaticTCPRendezvous):
         """
         store = self._open() if self.rank == 0 else self._connect()
         store.set_timeout(timedelta(seconds=_LIMIT_SECONDS))
-        self._store = store
+        self._store = self._machines.attempt_store = store
+        if not self._attempt:
+            self._machines.store = store
         if store.add(f"machine/{self.rank}/count", 1) > 1:
             rule = "another machine of this job has the same number"
             raise ConfigError(f"node_rank = {self.rank}", rule, "Give each its own, from 0")
@@ -72,6 +89,11 @@ class Meeting(StaticTCPRendezvous):
 
     def _open(self) -> TCPStore:
         limit = timedelta(seconds=_LIMIT_SECONDS)
+        if self._attempt:
+            store = TCPStore(self.master_addr, 0, None, True, limit, wait_for_workers=False)
+            self.master_port = store.port
+            self._machines.store.set(self._port_key(), str(store.port))
+            return store
         try:
             return TCPStore(
                 self.master_addr, self.master_port, None, True, limit, wait_for_workers=False, multi_tenant=True
@@ -80,7 +102,13 @@ class Meeting(StaticTCPRendezvous):
             rule = f"cannot be opened on this machine, which is machine 0 ({str(error).splitlines()[0][:200]})"
             raise ConfigError(f"rdzv_endpoint = {self._nodes.endpoint!r}", rule, "Name a free port of it") from None
 
+    def _port_key(self) -> str:
+        return f"port/{self._attempt}"
+
     def _connect(self) -> TCPStore:
+        if self._attempt:
+            self._wait(lambda: [] if self._machines.store.check([self._port_key()]) else [0])
+            self.master_port = int(self._machines.store.get(self._port_key()))
         self._wait(lambda: [] if self._answers() else [0])
         limit = timedelta(seconds=_LIMIT_SECONDS)
         return TCPStore(self.master_addr, self.master_port, None, False, limit, wait_for_workers=False)
@@ -88,16 +116,20 @@ class Meeting(StaticTCPRendezvous):
     def _answers(self) -> bool:
         """Whether machine 0 is there; a store would fill the terminal with traces while it is not."""
         try:
-            socket.create_connection((self.master_addr, self.master_port), _CONNECT_SECONDS).close()
+            rows = preparing_rows(self.master_addr, self.master_port, _CONNECT_SECONDS)
         except OSError:
             return False
-        return True
+        if rows is not None and rows != self._prepared:
+            if self._prepared is None:
+                say("machine 0 prepares its data")
+            self._prepared, self._moved = rows, time.monotonic()
+        return rows is None
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Until no machine is missing."""
         start, told = time.monotonic(), False
         while absent := missing():
-            waited = time.monotonic() - start
+            waited = time.monotonic() - max(start, self._moved)
             if self._interrupted():
                 raise InterruptedMeetingError
             names = ", ".join(map(str, absent))

@@ -15,22 +15,23 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.describing import costs_of, model_of
 from shardwise.launch.hub import locate_model
 from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
+from shardwise.launch.row_length import row_length
+from shardwise.planner.adapters import ALL_LINEAR, Lora, adapted
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
 from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Work
-from shardwise.planner.parts import frozen
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec, load_cluster
+from shardwise.spec.described import FIRST_MANNER, Manner
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig, TrainConfig
+from shardwise.spec.run import LoraConfig, RunConfig, TrainConfig
 
 _STEP_TOKENS = 4 * 2**20  # of an optimizer step, where no batch is given
 _LEAST_ROWS = 8
-_MOST_TOKENS = 4096  # of a row, where no length is given
 _FREE = ("gradient_aggregation_group", "plan")  # fields of a strategy that no degree depends on
 
 
@@ -54,20 +55,30 @@ def make_job(tree: dict[str, Any], environ: Mapping[str, str], memory: str | Non
     model, costs = _described(run, environ)
     here = run.cluster == AUTO
     cluster = measured_cluster(run.devices, environ) if here else find_cluster(run.cluster)
-    sequence = sequence_of(run, model)
+    length = row_length(run, model.max_position_embeddings)
+    sequence = length.tokens
     work = on_cluster(work_of(sequence, run.train.precision or default_precision(cluster), run.train), cluster)
     work = replace(work, packed=run.data.packing)
     rows = run.train.global_batch_size or max(_LEAST_ROWS, _STEP_TOKENS // sequence)
     own = memory_share(run.devices) if here else 0.0
     limit = own if memory is None else parse_bytes("--memory", memory)
     costs, fixed = trained(run, costs), fixed_fields(run)
-    return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves=not run.train.compile)
+    halves = not run.train.compile
+    told = length.source
+    return Job(model, costs, cluster, run.devices, rows, work, fixed, limit, halves, sequence_from=told)
 
 
 def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, ModelCosts]:
     """Sizes and costs of a well-known model, or of the one in a folder."""
     known = known_models()
     if run.model in known:
+        if run.attn_implementation == "eager":
+            rule = f"the costs of the well-known {run.model} are those of sdpa"
+            raise ConfigError("attn_implementation = 'eager'", rule, "Leave it out, or give a folder with config.json")
+        if run.strategy.tp_whole is not None:
+            rule = f"the costs of the well-known {run.model} are those of its first tables alone"
+            value = f"strategy.tp_whole = {run.strategy.tp_whole}"
+            raise ConfigError(value, rule, "Give the model's folder, or leave it out")
         return known_costs(run.model)
     try:
         models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
@@ -78,16 +89,23 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
             raise
         raise ConfigError(error.value, error.rule, f"Did you mean the well-known {near}?") from None
     model = model_of(folder, environ)
-    return model, folder_costs(folder, model, environ)
+    return model, folder_costs(folder, model, environ, manner_of(run))
 
 
-def folder_costs(folder: Path, model: ModelSpec, environ: Mapping[str, str]) -> ModelCosts:
+def manner_of(run: RunConfig) -> Manner:
+    """What of a run the costs of its model depend on; attention other than eager is what a model has that has both."""
+    return Manner(run.attn_implementation == "eager", run.strategy.tp_whole)
+
+
+def folder_costs(
+    folder: Path, model: ModelSpec, environ: Mapping[str, str], manner: Manner = FIRST_MANNER
+) -> ModelCosts:
     """What the model in a folder costs on our runtime: known from before, or traced in a child.
 
     Raises:
         ShardwiseError: as :func:`shardwise.launch.describing.costs_of`.
     """
-    return with_degrees(costs_of(folder, environ), model)
+    return with_degrees(costs_of(folder, environ, manner), model)
 
 
 def find_cluster(name: str) -> ClusterSpec:
@@ -126,11 +144,6 @@ def refuse_accumulation(run: RunConfig) -> None:
         )
 
 
-def sequence_of(run: RunConfig, model: ModelSpec) -> int:
-    """Tokens of a row to plan for."""
-    return run.data.max_length or min(_MOST_TOKENS, model.max_position_embeddings)
-
-
 def fixed_fields(run: RunConfig) -> dict[str, Any]:
     """The fields of ``strategy`` that a run gives; they are not searched."""
     given = {name: getattr(run.strategy, name) for name in sorted(run.strategy.model_fields_set)}
@@ -157,8 +170,18 @@ def work_of(sequence: int, precision: str, train: TrainConfig) -> Work:
 
 
 def trained(run: RunConfig, costs: ModelCosts) -> ModelCosts:
-    """The model with what the run trains of it: with LoRA its adapters alone."""
-    return frozen(costs) if run.use_lora or run.lora is not None else costs
+    """The model with what the run trains of it: with LoRA its adapters, and the modules that train whole.
+
+    Raises:
+        ConfigError: a target that is no linear layer of the model.
+    """
+    if not run.use_lora and run.lora is None:
+        return costs
+    lora = run.lora or LoraConfig()
+    wanted = lora.target_modules
+    everything = wanted is None or (isinstance(wanted, str) and wanted.lower() == ALL_LINEAR)
+    targets = ALL_LINEAR if everything or wanted is None else wanted
+    return adapted(costs, Lora(lora.r, targets, lora.modules_to_save))
 
 
 def save_plan(job: Job, found: Found, path: Path) -> str:
@@ -182,8 +205,10 @@ def check_outputs(plan: Path, page: Path | None) -> None:
     """Refuse paths that a plan and its page cannot be written to, before the search.
 
     Raises:
-        ConfigError: a path holds another file, or its folder cannot be written to.
+        ConfigError: both are one file, a path holds another file, or its folder cannot be written to.
     """
+    if page is not None and page.resolve() == plan.resolve():
+        raise ConfigError(f"--html {page}", "is where the plan is written (--output)", "Name another file")
     for option, path in (("--output", plan), ("--html", page)):
         if path is None:
             continue
@@ -241,7 +266,8 @@ def runnable_plan(job: Job, found: Found) -> Plan | None:
     best = next((plan.candidate for plan in found.plans if not plan.not_runnable), None)
     if best is None:
         return None
-    return Plan(job.model, best.strategy(), job.rows, device_type(job.cluster))
+    strategy = replace(best.strategy(), tp_whole=job.fixed.get("tp_whole"))
+    return Plan(job.model, strategy, job.rows, device_type(job.cluster))
 
 
 def device_type(cluster: ClusterSpec) -> DeviceType:

@@ -12,7 +12,7 @@ import signal
 from contextlib import suppress
 
 from shardwise.launch.forkserver import LAUNCHER_PID, PRELOAD_MORE
-from shardwise.launch.lifeline import die_with_parent
+from shardwise.lifeline import die_with_parent
 
 SERVER_PID = os.getpid()
 

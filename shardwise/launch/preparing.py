@@ -13,7 +13,9 @@ from shardwise.data.mixing import sources_of
 from shardwise.data.prepared import data_folder, num_cores, open_prepared
 from shardwise.data.rows import Source
 from shardwise.errors import ConfigError
-from shardwise.launch.resolve import check_data, prepare
+from shardwise.launch.beacon import beacon
+from shardwise.launch.place import Nodes
+from shardwise.launch.resolve import check_data, locate_data, prepare
 from shardwise.log import say
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -26,14 +28,17 @@ def run_sources(run: RunConfig, plan: Plan) -> list[Source]:
     return train + sources_of(run.data.eval, run, *sizes)
 
 
-def prepare_ahead(run: RunConfig, plan: Plan, environ: Mapping[str, str]) -> None:
+def prepare_ahead(run: RunConfig, plan: Plan, environ: Mapping[str, str], nodes: Nodes) -> None:
     """Tokenise what is large and not in the cache yet, in a child with a process a core.
+
+    The other machines of ``nodes``, which wait meanwhile, are told how far this is.
 
     Raises:
         ShardwiseError: what is wrong with the data.
     """
-    for source in run_sources(run, plan):
-        ready(source, data_folder(environ), num_cores(), say)
+    with beacon(nodes) as counted:
+        for source in run_sources(run, plan):
+            ready(source, data_folder(environ), num_cores(), say, counted)
 
 
 def prepare_data(tree: dict[str, Any]) -> tuple[RunConfig, Plan]:
@@ -43,6 +48,7 @@ def prepare_data(tree: dict[str, Any]) -> tuple[RunConfig, Plan]:
         ConfigError, PlanError: what could not be trained.
     """
     run, plan = prepare(tree, command="check", searches=False)
+    run = locate_data(run)
     check_data(run)
     return run, plan
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from shardwise.config import NOT_AVAILABLE
 from shardwise.errors import ConfigError
+from shardwise.launch.alive import VISIBLE
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.describing import model_of
-from shardwise.launch.hub import locate_model
+from shardwise.launch.hub import locate_model, locate_rows
 from shardwise.launch.lock import claim
 from shardwise.launch.nodes import local_processes, nodes_of
 from shardwise.launch.paths import check_path, is_path, local_path
@@ -31,7 +31,7 @@ from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
-from shardwise.spec.run import LoraConfig, RunConfig, data_sources, dump_run, tracker_names
+from shardwise.spec.run import LoraConfig, RunConfig, Sources, data_sources, dump_run, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text
 from shardwise.train.identity import check_resume
@@ -43,7 +43,6 @@ _FIRST_TRACES = frozenset([".lock", "logs"])  # another machine of the same job 
 _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
 _DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _INPUT_KEYS = ("tokenizer", "chat_template")
 _PATH_KEYS = ("model", "tokenizer", "models_dir", "resume", "output_dir", "strategy.plan")
 _DATA_KEYS = ("data.train", "data.eval")
@@ -83,11 +82,12 @@ def prepare(
     device, local = _devices(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)
     run = locate_tokenizer(run)
     if command == "train":
+        run = locate_data(run, in_memory)
         check_data(run, in_memory)
         if not own_output:
             check_output(run, folder, nodes)
     if command in ("train", "script"):
-        check_trackers(run, is_script=command == "script")
+        check_trackers(run)
     run, table = with_given_plan(run, model)
     run, predicted = _planned(run, model, folder, device, local * nodes.count) if searches else (run, None)
     strategy, rows = resolve(run, model, local * nodes.count)
@@ -179,7 +179,7 @@ def choose_device(wanted: str) -> DeviceType:
         looked = {"cuda": "no NVIDIA driver and no nvidia-smi", "npu": "no /dev/davinci*"}[wanted]
         raise ConfigError(f"device = {wanted!r}", f"this machine has none ({looked})", _OVERRIDE)
     if count_devices(cast(DeviceType, wanted)) == 0:
-        variable = _VISIBLE[wanted]
+        variable = VISIBLE[wanted]
         raise ConfigError(f"device = {wanted!r}", f"none is visible ({variable}={os.environ.get(variable)})", _OVERRIDE)
     return cast(DeviceType, wanted)
 
@@ -199,24 +199,25 @@ def count_devices(device: DeviceType) -> int:
     """Devices of this type that a job may use here, as the vendor's visibility variable limits them; CPU: 1."""
     if device == "cpu":
         return 1
-    visible = os.environ.get(_VISIBLE[device])
+    visible = os.environ.get(VISIBLE[device])
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len(_npu_files()) if device == "npu" else _count_cuda()
 
 
-def write_run(run: RunConfig, plan: Plan) -> Path:
+def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False) -> Path:
     """Claim the output folder and write what the workers read, ``run.yaml`` and ``plan.json``; its path.
 
-    What they replace is set aside until the run has made a step.
+    What they replace is set aside until the run has made a step, unless it is the run's own, which ``goes_on``.
 
     Raises:
         ConfigError: another run is at work in the folder, or it cannot be written to.
     """
     output_dir = local_path(run.output_dir)
     claim(output_dir)
-    put_back(output_dir)  # of an attempt that was killed
-    set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
+    if not goes_on:
+        put_back(output_dir)  # of an attempt that was killed
+        set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
     try:
         (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
         plan.save(output_dir / "plan.json")
@@ -225,6 +226,29 @@ def write_run(run: RunConfig, plan: Plan) -> Path:
         rule = f"cannot be written to ({error.strerror})"
         raise ConfigError(f"output_dir = {run.output_dir!r}", rule, "Make room, or name another folder") from None
     return output_dir
+
+
+def locate_data(run: RunConfig, in_memory: Collection[str] = ()) -> RunConfig:
+    """The run with the paths of its rows, also of those that it names as a data set of a hub.
+
+    Raises:
+        ConfigError: a data set that is found nowhere.
+    """
+    from shardwise.data.prepared import data_folder  # loads numpy, which planning does not need
+
+    models_dir, cache = run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), data_folder(os.environ)
+
+    def found(key: str, given: Sources) -> Sources:
+        paths = {
+            source.path: source.path if source.path in in_memory else locate_rows(key, source.path, models_dir, cache)
+            for source in data_sources(given)
+        }
+        if not isinstance(given, tuple):
+            return given if given is None else paths[given]
+        return tuple(source.model_copy(update={"path": paths[source.path]}) for source in given)
+
+    places = {name: found(f"data.{name}", getattr(run.data, name)) for name in ("train", "eval")}
+    return run.model_copy(update={"data": run.data.model_copy(update=places)})
 
 
 def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
@@ -247,15 +271,12 @@ def _data_paths(run: RunConfig) -> list[tuple[str, str]]:
     return [(key, source.path) for key in _DATA_KEYS for source in data_sources(get(run, key))]
 
 
-def check_trackers(run: RunConfig, is_script: bool = False) -> None:
-    """Refuse trackers whose package is not installed (it is looked for, not imported), and restarts of a script.
+def check_trackers(run: RunConfig) -> None:
+    """Refuse trackers whose package is not installed; it is looked for, not imported.
 
     Raises:
         ConfigError: the package is absent, with the command that installs it.
     """
-    if is_script and run.restarts:
-        rule = f"restarts of scripts are {NOT_AVAILABLE}"
-        raise ConfigError(f"restarts = {run.restarts}", rule, "Leave it out, or use shardwise train")
     for name in tracker_names(run):
         if importlib.util.find_spec(name) is None:
             value = f"log.report_to = {name!r}"

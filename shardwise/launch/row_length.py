@@ -1,11 +1,14 @@
 """How long the rows of a run are, before anything is tokenised: the longest of the first ones counts. Loads no torch.
 
+Plans for devices that are not here and runs that are planned ask the same function.
+
 Texts are counted in bytes. A token of a usual vocabulary is some four bytes of English and three of Chinese, so three
 bytes are a length that few rows exceed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +20,49 @@ from shardwise.spec.run import RunConfig, data_sources
 _LOOKED_AT = 200  # rows of each source
 _TOKEN_BYTES = 3
 _LEAST_TOKENS = 16
+_MOST_TOKENS = 4096  # of a row, where no data are named
 
 
-def row_tokens(run: RunConfig, max_positions: int) -> int:
-    """Tokens of the longest rows that the run is to expect, at most what ``data.max_length`` and the model allow.
+@dataclass(frozen=True)
+class RowLength:
+    """Tokens of a row to plan for, and where the number is from."""
 
-    Packed rows fill what is allowed. Rows that cannot be read here (a script's, a broken file's) count as 512 tokens.
+    tokens: int
+    source: str
+
+
+def row_length(run: RunConfig, max_positions: int) -> RowLength:
+    """The longest rows that a run is to expect, at most what ``data.max_length`` and the model allow.
+
+    Packed rows fill what is allowed. Of data that cannot be read here (a script's, a broken file's) rows count as 512
+    tokens. Where no data are named, they have as many as ``data.max_length`` allows, else at most 4,096.
     """
-    most = min(run.data.max_length or max_positions, max_positions)
+    given = run.data.max_length
+    most = min(given or max_positions, max_positions)
+    limit = "data.max_length" if given is not None and given <= max_positions else "the positions of the model"
     if run.data.packing:
-        return most
-    seen = [_longest(Path(source.path)) for source in data_sources(run.data.train)]
-    return min(most, max(_LEAST_TOKENS, max(seen, default=DEFAULT_ROW_TOKENS)))
+        return RowLength(most, f"packed rows fill {limit}")
+    sources = data_sources(run.data.train) if run.data.train else []
+    if not sources:
+        if given is None and most > _MOST_TOKENS:
+            return RowLength(_MOST_TOKENS, "usual, since neither data nor data.max_length are given")
+        return RowLength(most, f"{limit}, since no data are given")
+    seen = [found for source in sources if (found := _longest(Path(source.path))) is not None]
+    longest = max(_LEAST_TOKENS, max(seen, default=DEFAULT_ROW_TOKENS))
+    if longest > most:
+        return RowLength(most, limit)
+    if not seen:
+        return RowLength(longest, "usual, since the rows cannot be read here")
+    return RowLength(longest, f"the longest of the first {_LOOKED_AT} rows")
 
 
-def _longest(path: Path) -> int:
+def _longest(path: Path) -> int | None:
+    """Of the first rows; None where none can be read."""
     try:
         values = [record.value for record in read_records(path, _LOOKED_AT) if record.value is not None]
     except (ConfigError, OSError):
         values = []
-    return max((_tokens(value) for value in values), default=DEFAULT_ROW_TOKENS)
+    return max((_tokens(value) for value in values), default=None)
 
 
 def _tokens(value: Any) -> int:

@@ -6,6 +6,7 @@ job alone; in it the first worker of a machine then leaves the name of the outpu
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +23,19 @@ class Script:
 
 
 def point_to(job_dir: Path, output_dir: Path) -> None:
-    """Leave the name of the output folder for the launcher, in one move."""
+    """Leave the name of the output folder for the launcher, behind those of Trainers before, in one move."""
+    names = [str(path) for path in outputs_of(job_dir) if path != output_dir]
     draft = job_dir / f".{_POINTER}"
-    draft.write_text(str(output_dir), encoding="utf-8")
+    draft.write_text(json.dumps([*names, str(output_dir)]), encoding="utf-8")
     draft.replace(job_dir / _POINTER)
+
+
+def outputs_of(job_dir: Path) -> list[Path]:
+    """The output folders that the workers of a job have named, the one at work last."""
+    path = job_dir / _POINTER
+    return [Path(name) for name in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
 
 
 def output_of(job_dir: Path) -> Path | None:
     """The output folder that a worker has named, None before."""
-    path = job_dir / _POINTER
-    return Path(path.read_text(encoding="utf-8")) if path.exists() else None
+    return next(reversed(outputs_of(job_dir)), None)

@@ -19,11 +19,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch.culprit import remove_errors
 from shardwise.launch.join import JobStore
 from shardwise.launch.place import Place, current_place
-from shardwise.launch.script import Script, point_to
+from shardwise.launch.script import Script, output_of, outputs_of, point_to
 from shardwise.launch.stop import StopChannel
 from shardwise.launch.streams import log_path, show, switch_log
 from shardwise.launch.worker import guarded, open_process_group, timeout_seconds, use_cores
-from shardwise.train.context import WorkerContext, note_nothing
+from shardwise.train.context import Restart, WorkerContext, note_nothing
 
 
 class Stopped(SystemExit):
@@ -43,6 +43,7 @@ class ScriptWorker:
     Attributes:
         place: its place in the job.
         folder: where its log and its errors lie now; None under another launcher than ours.
+        restart: None at the first start.
     """
 
     def __init__(
@@ -51,9 +52,12 @@ class ScriptWorker:
         folder: Path | None,
         terminal: TextIO | None,
         note: Callable[[str], None] = note_nothing,
+        restart: Restart | None = None,
     ) -> None:
-        self.place, self.folder, self._note = place, folder, note
+        self.place, self.folder, self._note, self.restart = place, folder, note, restart
         self._job_dir, self._terminal = folder, terminal
+        if restart is not None and folder is not None:
+            self.folder = begun_in(folder)
         self._store: JobStore | None = None
 
     @property
@@ -67,8 +71,17 @@ class ScriptWorker:
         """Show rank 0's output from now on: what came before first contact the first process has shown already."""
         show()
 
-    def settle(self, output_dir: Path) -> WorkerContext:
-        """Move into the output folder, which is there: log, errors and status lie in it from now on."""
+    def has_worked_in(self, output_dir: Path) -> bool:
+        """Whether an attempt of this job before has worked in a folder, so that what lies there is its own."""
+        if self.restart is None or self._job_dir is None:
+            return False
+        return output_dir.resolve() in outputs_of(self._job_dir)
+
+    def settle(self, output_dir: Path, again: bool = False) -> WorkerContext:
+        """Move into the output folder, which is there: log, errors and status lie in it from now on.
+
+        ``again``: an attempt before has worked in it, as rank 0 has found.
+        """
         output_dir = output_dir.resolve()
         if self.folder is not None and self._job_dir is not None:
             (output_dir / "logs").mkdir(exist_ok=True)
@@ -88,6 +101,7 @@ class ScriptWorker:
             world_size=self.place.world_size,
             stop=StopChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             terminal=self._terminal if self.folder is not None or self.place.rank else sys.stderr,
+            restart=self.restart if again else None,
             note=self._note,
         )
 
@@ -128,16 +142,21 @@ def script_worker() -> ScriptWorker | None:
     return _Holder.worker
 
 
-def entry(job_dir: Path, script: Script) -> dict[str, Any] | None:
+def begun_in(job_dir: Path) -> Path:
+    """Where a worker's log and errors lie at first: where an attempt before has failed, and the launcher looks."""
+    return output_of(job_dir) or job_dir
+
+
+def entry(job_dir: Path, script: Script, restart: Restart | None = None) -> dict[str, Any] | None:
     """Run one worker of a script's job; returns and ends as :func:`shardwise.launch.worker.entry` does."""
     place = current_place(os.environ)
     assert place is not None, "started without a launcher"
 
     def folder() -> Path:
-        return (_Holder.worker.folder if _Holder.worker else None) or job_dir
+        return (_Holder.worker.folder if _Holder.worker else None) or begun_in(job_dir)
 
     def body(terminal: TextIO | None, note: Callable[[str], None]) -> dict[str, Any]:
-        _Holder.worker = worker = ScriptWorker(place, job_dir, terminal, note)
+        _Holder.worker = worker = ScriptWorker(place, job_dir, terminal, note, restart)
         use_cores(os.environ)
         # A setting of the fork server, not of the programs that the script may start.
         os.environ.pop("PYTHONSAFEPATH", None)
@@ -150,7 +169,7 @@ def entry(job_dir: Path, script: Script) -> dict[str, Any] | None:
         worker.close_group()
         return {}
 
-    return guarded(folder, body, muted=True)
+    return guarded(folder, body, muted=True, notes=job_dir)
 
 
 def _run(script: Script) -> None:

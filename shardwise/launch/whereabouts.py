@@ -18,7 +18,8 @@ from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
 _HEAD_BYTES = 64
-_ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS = 3.0  # on a busy machine; most answer in a hundredth of it
+_LOOK_SECONDS = 0.05
 _SHOWN_FRAMES = 4
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 # Files of torch whose public functions are collectives, or wait for one.
@@ -87,10 +88,12 @@ def ask(folder: Path, processes: Mapping[int, int]) -> dict[int, Stack]:
     for pid in asked.values():
         with suppress(ProcessLookupError):
             os.kill(pid, SIGNAL)
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < deadline and any(_size(folder, rank) == size for rank, size in sizes.items()):
-        time.sleep(_ANSWER_SECONDS / 20)
-    time.sleep(_ANSWER_SECONDS / 20)  # for what is being written
+    deadline, seen = time.monotonic() + _ANSWER_SECONDS, sizes
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        before, seen = seen, {rank: _size(folder, rank) for rank in asked}
+        if seen == before and all(seen[rank] != size for rank, size in sizes.items()):
+            break  # all have answered, and none is still writing
     return {rank: _read(where_path(folder, rank), size) for rank, size in sizes.items()}
 
 

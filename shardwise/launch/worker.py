@@ -27,12 +27,12 @@ from shardwise.errors import ConfigError, LaunchError, SaveError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import WorkerError, is_connection_error, remove_errors, write_error
 from shardwise.launch.heap import keep_freed_pages
-from shardwise.launch.lifeline import die_with_parent
 from shardwise.launch.lock import claim, release_all
 from shardwise.launch.place import DEFAULT_TARGET
 from shardwise.launch.stop import ErrorChannel, StopChannel
 from shardwise.launch.streams import log_path, redirect
 from shardwise.launch.whereabouts import Whereabouts
+from shardwise.lifeline import die_with_parent
 from shardwise.train.context import Restart, WorkerContext, note_nothing
 from shardwise.train.status import Status, finish_status, read_status, write_status
 
@@ -77,13 +77,16 @@ def entry(output_dir: Path, target: str = DEFAULT_TARGET, restart: Restart | Non
 Body = Callable[[TextIO | None, Callable[[str], None]], dict[str, Any] | None]
 
 
-def guarded(folder: Callable[[], Path], body: Body, muted: bool = False) -> dict[str, Any] | None:
+def guarded(
+    folder: Callable[[], Path], body: Body, muted: bool = False, notes: Path | None = None
+) -> dict[str, Any] | None:
     """Run ``body`` as a worker: output in the log, life tied to the launcher, an error left for it.
 
     Args:
         folder: where log and errors lie; asked again when there is an error to leave.
         body: takes the stream to the terminal (rank 0 only), and what takes the words of where it is.
         muted: show nothing on the terminal at first.
+        notes: where the words of where it is lie; None: in ``folder``.
     """
     _bind_to_launcher(os.environ)
     rank = int(os.environ["RANK"])
@@ -91,7 +94,7 @@ def guarded(folder: Callable[[], Path], body: Body, muted: bool = False) -> dict
     if _is_foreign(os.environ):  # our launcher has done so before it started the workers
         remove_errors(folder(), rank, int(os.environ["WORLD_SIZE"]))
     terminal = redirect(log_path(folder(), rank), terminal=rank == 0, muted=muted)
-    note = _noted_in(folder(), rank)
+    note = _noted_in(notes or folder(), rank)
     try:
         _check_preloaded(os.environ)
         result = body(terminal, note)

@@ -12,7 +12,7 @@ from shardwise.measure.clock import Clock
 from shardwise.measure.samples import CollectiveSample
 
 _SIZES = {"quick": (2**12, 2**18, 2**22), "full": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)}  # bytes
-_OPS = {"quick": ("all_reduce", "all_gather", "send"), "full": ()}
+_OPS = {"quick": ("all_reduce", "all_gather", "reduce_scatter", "send"), "full": ()}
 _ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 

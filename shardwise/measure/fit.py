@@ -7,7 +7,7 @@ below the planner; a test holds both to each other. Errors are medians of |predi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -88,12 +88,13 @@ def fit_elementwise(samples: Sequence[ElementwiseSample], operator_seconds: floa
     return Fitted({"bandwidth": fastest, "efficiency": usual / fastest}, error, len(samples))
 
 
-def fit_collectives(samples: Sequence[CollectiveSample]) -> Fitted:
+def fit_collectives(samples: Sequence[CollectiveSample], ring: bool) -> Fitted:
     """``latency`` of a step and ``bandwidth`` of a rank: time = steps x latency + bytes on the wire / bandwidth.
 
-    Least absolute relative errors, by weighted least squares whose weights are made anew each round.
+    Least absolute relative errors, by weighted least squares whose weights are made anew each round. With ``ring`` a
+    collective takes a step for each further rank, else one for each doubling.
     """
-    rows = np.array([_wire(one) for one in samples])
+    rows = np.array([_wire(one, ring) for one in samples])
     seconds = np.array([one.seconds for one in samples])
     solution = _least_absolute(rows / seconds[:, None], np.ones(len(samples)))
     latency, per_byte = float(solution[0]), max(float(solution[1]), 1e-15)
@@ -101,12 +102,23 @@ def fit_collectives(samples: Sequence[CollectiveSample]) -> Fitted:
     return Fitted({"latency": latency, "bandwidth": 1 / per_byte}, error, len(samples))
 
 
-def _wire(one: CollectiveSample) -> tuple[float, float]:
+def fit_factor(samples: Sequence[CollectiveSample], wire: Mapping[str, float], ring: bool) -> Fitted:
+    """``factor``: how many times longer one kind of collective takes than by ``wire`` of :func:`fit_collectives`."""
+    ratios = []
+    for one in samples:
+        steps, num_bytes = _wire(one, ring)
+        ratios.append(one.seconds / (steps * wire["latency"] + num_bytes / wire["bandwidth"]))
+    factor = median(ratios)
+    return Fitted({"factor": factor}, median(abs(factor / ratio - 1) for ratio in ratios), len(ratios))
+
+
+def _wire(one: CollectiveSample, ring: bool) -> tuple[float, float]:
     """Steps of latency and bytes of a rank, as the planner counts them."""
     if one.op == "send":
         return 1.0, float(one.num_bytes)
     times = 2.0 if one.op == "all_reduce" else 1.0
-    return times * math.log2(one.ranks), times * one.num_bytes * (one.ranks - 1) / one.ranks
+    steps = one.ranks - 1 if ring else math.log2(one.ranks)
+    return times * steps, times * one.num_bytes * (one.ranks - 1) / one.ranks
 
 
 def _least_absolute(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:

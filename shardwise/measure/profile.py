@@ -11,11 +11,13 @@ from shardwise.measure.fit import (
     fit_attention,
     fit_collectives,
     fit_elementwise,
+    fit_factor,
     fit_products,
     rate_of,
 )
 from shardwise.measure.samples import CollectiveSample, Samples
 
+_RINGS = ("all_reduce", "all_gather")  # what the wire is fitted on; other collectives take so many times its seconds
 _ALONE_BANDWIDTH, _ALONE_LATENCY = 1e9, 1e-4  # of links that one process never uses
 
 
@@ -33,11 +35,20 @@ def fits_of(samples: Samples) -> dict[str, Fitted]:
     fits["attention"] = fit_attention([one for one in samples.attention if one.kernel == "fused"], peak)
     fits["elementwise"] = fit_elementwise(samples.elementwise, samples.operator_seconds)
     steady = [one for many in _series(samples) for one in many]
-    collectives = [one for one in steady if one.op != "send"]
-    if collectives:
-        fits["collectives"] = fit_collectives(collectives)
-        fits["send"] = fit_collectives([one for one in steady if one.op == "send"])
+    ring = _is_ring(samples)
+    rings = [one for one in steady if one.op in _RINGS]
+    if rings:
+        fits["collectives"] = fit_collectives(rings, ring)
+        fits["send"] = fit_collectives([one for one in steady if one.op == "send"], ring)
+        for op in sorted({one.op for one in steady} - {*_RINGS, "send"}):
+            own = [one for one in steady if one.op == op]
+            fits[op] = fit_factor(own, fits["collectives"].values, ring)
     return fits
+
+
+def _is_ring(samples: Samples) -> bool:
+    """gloo hands pieces round; what accelerators have takes trees where they are faster."""
+    return samples.device_type == "cpu"
 
 
 def _series(samples: Samples) -> list[list[CollectiveSample]]:
@@ -68,8 +79,12 @@ def profile_of(samples: Samples, name: str) -> dict[str, Any]:
         "devices": 0,
         "bandwidth": wire["bandwidth"] if wire else _ALONE_BANDWIDTH,
         "latency": wire["latency"] if wire else _ALONE_LATENCY,
-        "pair_bandwidth": send["bandwidth"] if send else 0.0,
         "efficiency": 1.0,
+        # Not as the wire of a pair: that would bound collectives too, which were timed themselves.
+        "send_bandwidth": send["bandwidth"] if send else 0.0,
+        "send_latency": send["latency"] if send else 0.0,
+        "ring": _is_ring(samples),
+        "factors": {name: fitted.values["factor"] for name, fitted in fits.items() if "factor" in fitted.values},
     }
     at_once = samples.processes * samples.threads
     return {

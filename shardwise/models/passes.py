@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.models.calling import call_model
 from shardwise.models.meter import Meter, Tally, metered_block
+from shardwise.models.standin import StandIn
 from shardwise.models.structure import Structure
 from shardwise.models.trace import experts_as
 
@@ -40,33 +41,6 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Itself:
-    """Holds something that a deep copy shares."""
-
-    def __init__(self, held: nn.Module) -> None:
-        self.held = held
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _Itself:
-        return self
-
-
-class Passed(nn.Module):
-    """In the place of a block that lets its hidden state pass: no parameters, but its attributes can be read."""
-
-    def __init__(self, replaced: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_replaced"] = _Itself(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            replaced = self.__dict__.get("_replaced")
-            if replaced is None:  # while it is copied
-                raise
-            return getattr(replaced.held, name)
-
-
 def thin(model: nn.Module, structure: Structure) -> nn.Module:
     """A copy of ``model`` with the first block of each kind alone; the others only let pass."""
     blocks: Any = model.get_submodule(structure.blocks)
@@ -76,7 +50,7 @@ def thin(model: nn.Module, structure: Structure) -> nn.Module:
     names = list(dict(blocks.named_children()))
     for index, name in enumerate(names):
         if index not in kept:
-            blocks._modules[name] = Passed(children[index])
+            blocks._modules[name] = StandIn(children[index])
     try:
         return copy.deepcopy(model)
     finally:

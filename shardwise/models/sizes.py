@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -168,9 +168,14 @@ def next_width(start: int, accept: Callable[[int], bool], taken: Iterable[int]) 
     return next((width for width in range(start, start + 4096) if width not in used and accept(width)), start)
 
 
-def small_vocabulary(values: Iterable[int], degree: int) -> dict[int, int]:
-    """Small vocabularies in the same order, each with its remainder by ``degree``."""
-    base = degree * math.ceil(VOCABULARY / degree)
+def small_vocabulary(values: Sequence[int], degree: int) -> dict[int, int]:
+    """Small vocabularies in the same order, each with its remainder by ``degree``.
+
+    Each is so large that the last of ``degree`` ranks has a part of it, as it has of a large one: of q x degree + r
+    rows all ranks but the last take q + 1, so q must be at least degree - r.
+    """
+    least = max((degree - value % degree for value in values if value % degree), default=0)
+    base = degree * max(math.ceil(VOCABULARY / degree), least)
     large = sorted({value for value in values if value > base + degree})
     return {value: base + 2 * degree * rank + value % degree for rank, value in enumerate(large)}
 

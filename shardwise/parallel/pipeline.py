@@ -27,6 +27,7 @@ from shardwise.models.calling import call_model
 from shardwise.models.chain import Chain, find_chain
 from shardwise.models.flow import RETURNED, WRITTEN, Place, Shape, filled
 from shardwise.models.lora import plain_name
+from shardwise.models.standin import StandIn
 from shardwise.models.structure import Structure
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.border import Received, Sent, local_shapes, need_gradients
@@ -36,25 +37,6 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import ParamLayout
 from shardwise.spec.strategy import Strategy
 from shardwise.tensor.table import ShardingTable
-
-
-class StandIn(nn.Module):
-    """In the place of a module that another stage owns: no parameters, but its attributes can be read.
-
-    Models read what a block is (``attention_type``) in their own forward. The replaced module lies on meta and is
-    no submodule of this one, so nothing of it is counted, moved or saved.
-    """
-
-    def __init__(self, replaced: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_replaced"] = (replaced,)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            (replaced,) = self.__dict__.get("_replaced", (None,))  # none yet while it is copied
-            return getattr(replaced, name)
 
 
 class PassThrough(StandIn):

@@ -41,34 +41,48 @@ def agree_on_table(
     degree = mesh.size("tp")
     if degree == 1:
         return ShardingTable(1)
-    sequence = mesh.strategy.sequence_parallel
+    sequence, whole = mesh.strategy.sequence_parallel, mesh.strategy.tp_whole
     if given is not None:
-        return from_rank_0(lambda: proven_given(model, given, degree, tables, sequence=sequence))
-    return from_rank_0(lambda: proven_table(model, degree, tables, sequence=sequence))
+        return from_rank_0(lambda: proven_given(model, given, degree, tables, sequence=sequence, whole=whole))
+    return from_rank_0(lambda: proven_table(model, degree, tables, sequence=sequence, whole=whole))
 
 
 def proven_table(
-    model: PreTrainedModel, degree: int, tables: TableCache = NO_TABLES, *, sequence: bool = False
+    model: PreTrainedModel,
+    degree: int,
+    tables: TableCache = NO_TABLES,
+    *,
+    sequence: bool = False,
+    whole: float | None = None,
 ) -> ShardingTable:
     """The table of ``model`` over ``degree`` ranks, found and proven on a small copy in this process, or before.
 
     Args:
         sequence: whether the residual stream between blocks is cut along the sequence.
+        whole: the share of the blocks' parameters that may stay whole for less traffic; None: as little as can be.
 
     Raises:
-        PlanError: no small copy can be built, the split of it differs from the whole, dropout cannot be kept alike, or
-            tokens of the residual stream depend on each other.
+        PlanError: no small copy can be built, the split of it differs from the whole, dropout cannot be kept alike,
+            tokens of the residual stream depend on each other, or no table leaves as little whole.
     """
-    known = tables.find(model.config, degree, sequence=sequence)
+    known = tables.find(model.config, degree, sequence=sequence, whole=whole)
     if known is not None:
         return known
-    table = _on_small_copy(model, degree, lambda small: find_table(model, small, degree, sequence=sequence))
-    tables.keep(model.config, table, sequence=sequence)
+    table = _on_small_copy(
+        model, degree, lambda small: find_table(model, small, degree, sequence=sequence, whole=whole)
+    )
+    tables.keep(model.config, table, sequence=sequence, whole=whole)
     return table
 
 
 def proven_given(
-    model: PreTrainedModel, given: ShardingTable, degree: int, tables: TableCache, *, sequence: bool = False
+    model: PreTrainedModel,
+    given: ShardingTable,
+    degree: int,
+    tables: TableCache,
+    *,
+    sequence: bool = False,
+    whole: float | None = None,
 ) -> ShardingTable:
     """A plan's table, proven as a found one is; at once where it is the one that was found before.
 
@@ -78,10 +92,10 @@ def proven_given(
     if given.degree != degree or (given.sequence is not None) != sequence:
         rule = f"is for tp = {given.degree}, sequence_parallel = {str(given.sequence is not None).lower()}"
         raise PlanError(VALUE, f"{rule}, and the plan's strategy is another", REMEDY)
-    known = tables.find(model.config, degree, sequence=sequence)
+    known = tables.find(model.config, degree, sequence=sequence, whole=whole)
     if known is not None and same_split(known, given):
         return known
-    return _on_small_copy(model, degree, lambda small: check_edited(model, small, given))
+    return _on_small_copy(model, degree, lambda small: check_edited(model, small, given, whole))
 
 
 def _on_small_copy(

@@ -34,14 +34,16 @@ def collective_seconds(op: CollectiveOp, num_bytes: Any, ranks: Any, stride: Any
     inside: Any = 1
     for link in cluster.links:
         members = largest(smallest((link.devices or _EVERY_DEVICE) // stride, ranks), inside)
-        time = 1 / _bandwidth(link, members)
+        time = link.factors.get(op, 1.0) / _bandwidth(link, members)
         rest = ranks % inside
         fewest = choose(rest > 0, rest, inside)
         if op == "all_to_all":
             per_byte = largest(per_byte, choose(members > inside, (members - fewest) / ranks * time, 0.0))
         else:
             per_byte = largest(per_byte, choose(members > inside, time / fewest, 0.0))
-        steps = steps + link.latency * log2(members / inside)
+        factor = link.factors.get(op, 1.0)
+        further = members / inside - 1 if link.ring else log2(members / inside)
+        steps = steps + factor * link.latency * further
         inside = members
     if op == "all_to_all":
         return steps + num_bytes * per_byte
@@ -52,7 +54,7 @@ def send_seconds(num_bytes: float, first: int, second: int, cluster: ClusterSpec
     """Seconds to hand a tensor from one device to another, both by their number in the cluster."""
     for link in cluster.links:
         if not link.devices or first // link.devices == second // link.devices:
-            return link.latency + num_bytes / ((link.pair_bandwidth or link.bandwidth) * link.efficiency)
+            return float(link.send_seconds(num_bytes))
     raise AssertionError("the last link reaches every device")
 
 

@@ -123,7 +123,7 @@ def _pass(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, bac
     attention = _attention(part.attention, layout, work, cluster, backward)
     elementwise = traffic / _memory_rate(cluster) + operators * chip.kernel_seconds
     terms: Terms = {
-        "matmul": products * stack.slowdown,
+        "matmul": products * stack.slowdown * work.host.product,
         "attention": attention * stack.attention,
         "elementwise": elementwise * stack.slowdown,
     }
@@ -160,7 +160,7 @@ def product_seconds(product: Product, layout: Layout, work: Work, cluster: Clust
 def _attention(attention: Attention | None, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
     if attention is None:
         return 0.0
-    tokens, heads = rank_tokens(layout, work), attention.heads / layout.tp
+    tokens, heads = rank_tokens(layout, work), attention.heads / _head_ranks(attention, layout)
     widths = attention.qk_dim + attention.v_dim
     # Products in eight or four bits leave attention in sixteen.
     precision = "bf16" if work.precision in ("fp8", "fp4") else work.precision
@@ -177,6 +177,11 @@ def _attention(attention: Attention | None, layout: Layout, work: Work, cluster:
     speed = speed * seen / (seen + _HALF_ROW)
     rate = peak * chip.attention_efficiency * smallest(speed, 1.3)
     return 2.0 * tokens * heads * seen * widths / rate * (_BACKWARD_ATTENTION if backward else 1.0)
+
+
+def _head_ranks(attention: Attention, layout: Layout) -> Any:
+    """The tensor ranks that share the heads."""
+    return layout.tp if attention.split else 1
 
 
 def _eager_attention(tokens: Any, heads: Any, keys: float, attention: Attention, on: tuple[Work, ClusterSpec]) -> Any:
@@ -203,7 +208,8 @@ def _tensor(part: PartCosts, layout: Layout, work: Work, cluster: ClusterSpec, b
 def _collective(one: Collective, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
     times = one.backward if backward else one.forward
     size = rank_tokens(layout, work) * one.elements * work.compute_bytes
-    return times * collective_seconds(one.op, size, layout.tp, 1, cluster)
+    host = work.host.collective * cluster.chip.kernel_seconds if layout.tp > 1 else 0.0
+    return times * (collective_seconds(one.op, size, layout.tp, 1, cluster) + host)
 
 
 def _context(attention: Attention | None, layout: Layout, work: Work, cluster: ClusterSpec, backward: bool) -> Any:
@@ -211,9 +217,9 @@ def _context(attention: Attention | None, layout: Layout, work: Work, cluster: C
     if attention is None:
         return 0.0
     tokens = rank_tokens(layout, work)
-    keys = attention.kv_heads * (attention.qk_dim + attention.v_dim) / layout.tp
+    keys = attention.kv_heads * (attention.qk_dim + attention.v_dim) / _head_ranks(attention, layout)
     if not layout.ring_attention:
-        queries = attention.heads * (attention.qk_dim + attention.v_dim) / layout.tp
+        queries = attention.heads * (attention.qk_dim + attention.v_dim) / _head_ranks(attention, layout)
         size = tokens * (queries + keys) * work.compute_bytes
         return collective_seconds("all_to_all", size, layout.cp, layout.tp, cluster)
     size = tokens * layout.cp * keys * work.compute_bytes * (2 if backward else 1)

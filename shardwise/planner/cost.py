@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.planner.collectives import send_seconds
 from shardwise.planner.compute import Passes, Terms, add_terms, part_passes, rank_tokens, scale_terms, total
 from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms, tied_seconds
-from shardwise.planner.halves import stage_waiting_seconds
+from shardwise.planner.halves import deferred_seconds, stage_waiting_seconds
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.memory import rank_memory
 from shardwise.planner.parts import Placed, stage_parts
@@ -107,6 +107,10 @@ def _stage_passes(
             one = known[id(part), level] = _placed_passes(placed, layout, work, cluster)
         for terms, own in zip(sums, (one.forward, one.backward, one.again), strict=True):
             terms.append(scale_terms(own, times))
+    if layout.pp > 1:
+        host = {"pipeline": work.host.stage_pass * cluster.chip.kernel_seconds}
+        for terms in sums[:2]:
+            terms.append(host)
     return Passes(*(add_terms(*terms) for terms in sums))
 
 
@@ -114,6 +118,9 @@ def _placed_passes(placed: Placed, layout: Layout, work: Work, cluster: ClusterS
     """Seconds of one part; under ZeRO-3 with what of its traffic compute does not hide."""
     part, _, level = placed
     one = part_passes(part, replace(layout, recompute=level), work, cluster)
+    if layout.schedule == "zero_bubble":
+        deferred = {"pipeline": deferred_seconds(part, work, cluster)}
+        one = replace(one, backward=add_terms(one.backward, deferred))
     if layout.zero != 3:
         return one
     gather, gather_and_sum = sharded_terms((part, 1, level), layout, work, cluster)

@@ -9,12 +9,17 @@ from typing import Any
 from shardwise.planner.arrays import choose, largest, smallest
 from shardwise.planner.collectives import collective_seconds
 from shardwise.planner.compute import expert_parameters, rank_parameters
+from shardwise.planner.host import KEPT_BESIDE_GATHERS
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.parts import Placed, tied_copy
+from shardwise.planner.parts import ENDS, Placed, tied_copy
 from shardwise.spec.block import ModelCosts
 from shardwise.spec.cluster import ClusterSpec
 
 _HOST_BANDWIDTH = 12e9  # bytes/s to the host's memory, of a device that shares the way with its neighbours
+_COPIES = 2.0  # of what FSDP2 gathers or sums: read and written once more, out of one buffer or into it
+# Of a unit whose gradients are summed, and of one that is gathered: fresh buffers of its size. Fitted with the rest of
+# shardwise.planner.host; seen are the gradients, their copy, gloo's, and what it receives.
+_SUM_BUFFERS, _GATHER_BUFFERS = 5.0, 1.25
 _NEVER_HIDDEN = 0.08  # of traffic beside compute: what starts it, ends it, and what both take from each other
 
 
@@ -34,6 +39,7 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
     """Seconds of gradient sums, and of gathers of weights, once over all weights of a rank; nothing hidden yet."""
     trained = dense_and_expert(parts, layout, trainable=True)
     held = dense_and_expert(parts, layout, trainable=False)
+    more = _units(parts) - 1 if work.ours and layout.zero else 0
     sums: Any = 0.0
     gathers: Any = 0.0
     strides = (layout.tp, layout.tp * layout.ep if layout.expert_tensor else layout.ep)
@@ -47,7 +53,38 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
         sums = sums + collective_seconds("reduce_scatter", gradients, shard, stride, cluster)
         sums = sums + collective_seconds("all_reduce", gradients / shard, ranks / shard, stride * shard, cluster)
         gathers = gathers + collective_seconds("all_gather", weights, shard, stride, cluster)
+        if work.ours and index == 0:
+            step = cluster.chip.kernel_seconds * (more + 1)
+            rate = cluster.chip.memory_bandwidth * cluster.chip.bandwidth_efficiency
+            sums = sums + more * collective_seconds("reduce_scatter", 0.0, shard, stride, cluster)
+            sums = sums + _COPIES * gradients / rate + work.host.reduction * step
+            sums = sums + _SUM_BUFFERS * _mapped_bytes(parts, layout, work) * work.host.mapped / rate
+            gathers = gathers + more * collective_seconds("all_gather", 0.0, shard, stride, cluster)
+            gathers = gathers + _COPIES * weights / rate + work.host.gather * step
+            gathers = gathers + _GATHER_BUFFERS * _mapped_bytes(parts, layout, work) * work.host.mapped / rate
     return sums, gathers
+
+
+def _mapped_bytes(parts: Sequence[Placed], layout: Layout, work: Work) -> Any:
+    """Weights of units that are too large for a heap of freed memory: each buffer of theirs is mapped anew."""
+    if work.counted != "process":
+        return 0.0
+    found: Any = 0.0
+    ends: Any = 0.0
+    for part, times, level in parts:
+        size = sum(dense_and_expert([(part, 1, level)], layout, trainable=False)) * work.sent_weight_bytes
+        if part.name in ENDS:
+            ends = ends + times * size
+        else:
+            found = found + times * choose(size < KEPT_BESIDE_GATHERS, 0.0, size)
+    return found + choose(ends < KEPT_BESIDE_GATHERS, 0.0, ends)
+
+
+def _units(parts: Sequence[Placed]) -> Any:
+    """Collectives that move the weights of a rank once: FSDP2 has one for each block, and one for all else."""
+    number: Any = sum((times for part, times, _ in parts if part.name not in ENDS), start=0)
+    ends: Any = sum((times for part, times, _ in parts if part.name in ENDS), start=0)
+    return largest(number + smallest(ends, 1), 1)
 
 
 def exposed(traffic: Any, compute: Any, overlap: bool) -> Any:

@@ -26,6 +26,7 @@ def answer(job: Job, found: Found) -> dict[str, Any]:
         "devices": job.devices,
         "global_batch_size": job.rows,
         "sequence_length": job.work.sequence,
+        "sequence_length_from": job.sequence_from,
         "precision": job.work.precision,
         "memory_limit_bytes": job.limit_bytes,
         "memory_of": MEMORY_OF,
@@ -70,7 +71,7 @@ def why(job: Job, found: Found) -> list[str]:
     terms = sorted(first.estimate.time_terms.items(), key=lambda term: -term[1])
     parts = ", ".join(f"{name} {value / first.step_seconds:.0%}" for name, value in terms[:4])
     sentences = [f"{first.candidate}: of {first.step_seconds:.3g} s a step, {parts}"]
-    sentences += [f"{other.candidate} {loss(first, other)}" for other in found.plans[1:2]]
+    sentences += [f"{_apart(first.candidate, other.candidate)} {loss(first, other)}" for other in found.plans[1:2]]
     if first.candidate.devices < job.devices:
         left = job.devices - first.candidate.devices
         sentences.append(f"{left} of {job.devices} devices stay idle: no split that uses them is faster")
@@ -79,7 +80,7 @@ def why(job: Job, found: Found) -> list[str]:
         words = f"not runnable yet: {first.not_runnable}"
         if other is not None:
             slower = other.step_seconds / first.step_seconds - 1
-            words += f"; the best plan that is, {other.candidate}, takes {slower:.0%} longer"
+            words += f"; the best plan that is, {_apart(first.candidate, other.candidate)}, takes {slower:.1%} longer"
         sentences.append(words)
     gap = 1 - found.bound_seconds / first.step_seconds
     if gap > _SMALL:
@@ -87,6 +88,11 @@ def why(job: Job, found: Found) -> list[str]:
             f"no other legal split can take less than {found.bound_seconds:.3g} s, {gap:.0%} below the first"
         )
     return sentences
+
+
+def _apart(first: Candidate, other: Candidate) -> str:
+    """The other by its degrees, and by all else where these are the same."""
+    return str(other) if str(other) != str(first) else describe(other)
 
 
 def loss(first: Planned, other: Planned) -> str:
@@ -174,7 +180,8 @@ def placement(job: Job, candidate: Candidate) -> list[str]:
             lines.append(f"{axis} {size}: groups of {which}, over {link.name}")
         stride *= size
     nodes = -(-candidate.devices // job.cluster.devices_per_node)
-    lines.append(f"{candidate.devices} devices on {nodes} node{'' if nodes == 1 else 's'}")
+    devices = f"{candidate.devices} device{'' if candidate.devices == 1 else 's'}"
+    lines.append(f"{devices} on {nodes} node{'' if nodes == 1 else 's'}")
     return lines
 
 

@@ -31,8 +31,15 @@ def waiting_seconds(part: PartCosts, layout: Layout, work: Work, cluster: Cluste
     for one in waiting_products(part):
         alone = product_seconds(replace(one, input_gradient=False), layout, work, cluster, backward=True)
         weights = one.inner * one.outer / (1 if one.split == "none" else layout.tp)
-        seconds = seconds + alone * cluster.stack.slowdown + weights * work.accumulation_bytes / rate
+        seconds = (
+            seconds + alone * cluster.stack.slowdown * work.host.product + weights * work.accumulation_bytes / rate
+        )
     return seconds * part.passes
+
+
+def deferred_seconds(part: PartCosts, work: Work, cluster: ClusterSpec) -> float:
+    """Seconds of the host to put gradients off and take them up again, for one micro-batch."""
+    return len(waiting_products(part)) * part.passes * work.host.deferred * cluster.chip.kernel_seconds
 
 
 def waiting_bytes(part: PartCosts, layout: Layout, work: Work) -> Any:

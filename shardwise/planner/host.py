@@ -7,22 +7,52 @@ hold, and what the heap keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.planner.layout import Layout, Work
+from shardwise.planner.arrays import choose, log2
+from shardwise.planner.layout import HostWork, Layout, Work
 from shardwise.spec.cluster import ClusterSpec
 
 # Of a process whose model is as good as empty, after some steps: threads, connections, gloo's buffers. Measured: 7 to
 # 14 MiB, with one to four processes, under every axis.
 _BASE_BYTES = 12 * 2**20
 # The heap keeps what a step frees, and little of it fits what is allocated next: a rank grows to more than it holds at
-# any moment. Share of what comes and goes in a step, gradients too; measured on 30 plans of two small models, most of
-# them between 0.2 and 0.5. Under sequence parallelism pieces and whole sequences alternate, and it is more.
-# Processes that gather weights keep pieces below 8 MiB alone (``launch/heap``), which is much where blocks are smaller.
-_HEAP, _HEAP_OF_SEQUENCES, _HEAP_BESIDE_GATHERS, _HEAP_OF_GATHERS = 0.33, 0.6, 0.25, 0.8
+# any moment. Shares of what comes and goes that it keeps, fitted on measured plans of two small models ("deep" and
+# "wide" of benchmarks/measured_plans): of gradients, of the activations of one pass where more passes follow, of what a
+# backward pass leaves for its second half, of logits and workspace. Under sequence parallelism pieces and whole
+# sequences alternate on each tensor rank. Tensor ranks have more threads that send, each with pieces of its own.
+_OF_GRADIENTS, _OF_PASS, _OF_DEFERRED, _OF_SEQUENCES, _OF_OTHERS = 0.5, 0.6, 0.1, 0.2, 0.33
+_TENSOR_BYTES = 10 * 2**20
+# Processes that gather weights keep pieces below 8 MiB alone (``launch/heap``). Where a block is smaller, the buffers
+# it is gathered to and summed in find no hole as large as they are, less and less with each time that it is gathered.
 KEPT_BESIDE_GATHERS = 2**23
-_COMING_AND_GOING = ("gradients", "activations", "logits", "workspace", "gathered")
+# Of a larger block the heap keeps what is smaller: its weights one by one.
+_BUFFERS, _MORE_BUFFERS = 2.6, 0.9  # times the weights of all such blocks: at first, and for each doubling of the times
+_PIECES, _MORE_PIECES = 0.15, 0.4  # likewise; the "grouped" model is the one that they were fitted on
+
+
+@dataclass(frozen=True)
+class Freed:
+    """Bytes of a rank that come and go beside the terms of its memory.
+
+    Args:
+        pass_bytes: activations of one pass of a stage; ``block_bytes`` weights of the largest block as it is gathered,
+            ``blocks_bytes`` of all.
+    """
+
+    pass_bytes: float
+    block_bytes: float
+    blocks_bytes: float
+
+
+# Python between kernels takes the cores that compute, so it is part of every step: hooks of tensor ranks and of FSDP2,
+# the pipeline's messages, which wake a process that another one kept from its core. Products find weights that caches
+# have lost, where those that were timed alone find them there. Fitted on the same plans as the heap, 130 of two models
+# on a quiet machine; everything else is as it was measured.
+_HOST = HostWork(
+    product=1.65, mapped=9.0, collective=135.0, gather=620.0, reduction=1000.0, stage_pass=1000.0, deferred=38.0
+)
 
 
 def on_cluster(work: Work, cluster: ClusterSpec) -> Work:
@@ -32,21 +62,41 @@ def on_cluster(work: Work, cluster: ClusterSpec) -> Work:
     """
     if cluster.device_type != "cpu":
         return work
-    return replace(work, overlap_data=False, counted="process", base_bytes=_BASE_BYTES)
+    return replace(work, overlap_data=False, counted="process", base_bytes=_BASE_BYTES, host=_HOST)
 
 
-def heap_share(layout: Layout) -> float:
-    """Bytes that the heap keeps for each byte that comes and goes."""
-    if layout.zero:
-        return _HEAP_BESIDE_GATHERS
-    return _HEAP_OF_SEQUENCES if layout.sequence_parallel else _HEAP
+def heap_bytes(terms: Mapping[str, Any], layout: Layout, freed: Freed) -> float:
+    """What a process keeps of memory that it has freed, beside the terms of what tensors hold."""
+    held = heap_of_blocks(layout, terms["gradients"], freed.pass_bytes, freed.blocks_bytes, freed.block_bytes)
+    if layout.zero:  # buffers for sums come with the last pass, when activations of those before it are gone
+        held = max(held - max(terms["activations"] - freed.pass_bytes, 0.0), 0.0)
+    return float(held + heap_of_others(layout, terms["logits"] + terms["workspace"]))
 
 
-def heap_bytes(terms: Mapping[str, Any], layout: Layout, block_bytes: float) -> float:
-    """What a process keeps of memory that it has freed, from the terms of what tensors hold.
+def heap_of_blocks(layout: Layout, gradients: Any, passing: Any, weights: Any, block: Any) -> Any:
+    """What the heap keeps of blocks, in proportion to them. Numbers may be arrays of candidates.
 
     Args:
-        block_bytes: weights of the largest block as it is gathered.
+        gradients: bytes of them; ``passing`` of activations of one pass; ``weights`` as they are gathered, ``block`` of
+            the largest block.
     """
-    small = layout.zero and block_bytes < KEPT_BESIDE_GATHERS
-    return (_HEAP_OF_GATHERS if small else heap_share(layout)) * float(sum(terms[name] for name in _COMING_AND_GOING))
+    share = choose(layout.num_micro_batches > 1, _OF_PASS, 0.0)
+    share = share + _OF_DEFERRED * (layout.schedule == "zero_bubble")
+    share = share + _OF_SEQUENCES * layout.tp * layout.sequence_parallel
+    if layout.zero:
+        more = log2(_gathers(layout))
+        small = weights * (_BUFFERS + _MORE_BUFFERS * more)
+        return choose(block < KEPT_BESIDE_GATHERS, small, weights * (_PIECES + _MORE_PIECES * more) + share * passing)
+    return share * passing + _OF_GRADIENTS * gradients
+
+
+def heap_of_others(layout: Layout, num_bytes: Any) -> Any:
+    """What the heap keeps of logits and workspace, and of what tensor ranks send."""
+    return (0.0 if layout.zero else _OF_OTHERS) * num_bytes + (_TENSOR_BYTES if layout.tp > 1 else 0.0)
+
+
+def _gathers(layout: Layout) -> Any:
+    """How often a step gathers the weights of a block."""
+    if layout.zero < 3:
+        return 1
+    return layout.num_micro_batches * choose(layout.pp > 1, 1, 2)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardwise.planner.adapters import adapter_parameters
 from shardwise.planner.cost import Estimate
 from shardwise.planner.layout import Layout, Work
 from shardwise.spec.block import ModelCosts, RecomputeLevel
@@ -28,6 +29,7 @@ class Job:
         memory_bytes: of a device; 0: what the profile says.
         halves: backward passes can run in two halves (not those of compiled blocks).
         all_devices: no fewer than ``devices`` are used.
+        sequence_from: where the number of tokens of a row is from; empty: it was given.
     """
 
     model: ModelSpec
@@ -40,6 +42,7 @@ class Job:
     memory_bytes: float = 0.0
     halves: bool = True
     all_devices: bool = False
+    sequence_from: str = ""
 
     @property
     def limit_bytes(self) -> float:
@@ -162,7 +165,8 @@ class Planned:
 
     def mfu(self, job: Job) -> float:
         """Model FLOPs over what the devices' peak could do in a step (PaLM, arXiv:2204.02311, appendix B)."""
-        flops = step_flops(job.model, [job.work.sequence]) / job.work.sequence
+        sequence = job.work.sequence
+        flops = step_flops(job.model, [sequence], adapter_parameters(job.costs)) / sequence
         return flops * self.tokens_per_second_per_device(job) / job.cluster.peak(job.work.precision)
 
     @property

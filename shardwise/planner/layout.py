@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.spec.block import RecomputeLevel
@@ -22,6 +22,8 @@ class Layout:
         stages: blocks of each stage, stage s on pipeline rank s % pp.
         recompute: level of the first ``recomputed`` blocks of each stage; the others keep everything.
         expert_tensor: experts are cut by the tensor ranks like the rest.
+        folded: a pipeline that turns round: rank r holds the r-th stage from the front and the r-th from the back, so
+            the first rank has both ends of the model.
     """
 
     tp: int = 1
@@ -41,6 +43,7 @@ class Layout:
     recomputed: tuple[int, ...] = ()
     expert_tensor: bool = True
     ring_attention: bool = True
+    folded: bool = False
 
     @property
     def data_ranks(self) -> Any:
@@ -56,6 +59,28 @@ class Layout:
     def stages_of(self, pp_rank: int) -> range:
         """The stages of one pipeline rank, in the order of the model."""
         return range(pp_rank, self.pp * self.virtual_stages, self.pp)
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """What the host does around kernels where nothing runs beside it, in times of the chip's least operator.
+
+    Args:
+        product: of a matrix product inside a step, in times of what it takes alone.
+        mapped: of a byte of memory that the system maps anew, in times of writing it.
+        collective: of a collective of the tensor ranks, beside its traffic.
+        gather: of gathering the weights of one unit of FSDP2, ``reduction`` of summing its gradients.
+        stage_pass: of one pass of a pipeline stage, forward or backward: what it is sent, and what it sends.
+        deferred: of one weight whose gradient comes in the second half of a backward pass.
+    """
+
+    product: float = 1.0
+    mapped: float = 0.0
+    collective: float = 0.0
+    gather: float = 0.0
+    reduction: float = 0.0
+    stage_pass: float = 0.0
+    deferred: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,11 +104,15 @@ class Work:
         counted: what a figure of memory counts: what tensors hold, also what the allocator keeps, all that the
             device has given away, or a CPU process above its imports (:mod:`shardwise.planner.host`); ``first step``:
             what tensors hold in one step, whose update makes the moments.
-        base_bytes: of a device before the model: context, libraries' workspaces, communicators.
+        base_bytes: of a device before the model: context, kernels, libraries' workspaces.
+        kept_bytes: of a rank, what it makes in its first step and keeps, beside the model (a bias of attention).
+        bucket_elements: of gradients that are copied into one buffer to be summed; 0: they are summed where they are.
+        copies_update: an update makes a tensor in fp32 of the size of the weight that it updates.
         host_bytes: of each weight that a rank updates, moved to the host's memory and back once a step.
         ours: it runs on our runtime, which shares out by FSDP2 (:mod:`shardwise.planner.state`), sums gradients once a
             step, and keeps logits beside the scores of the loss.
         packed: rows lie one behind the other, and each block's attention keeps a mask.
+        host: what Python takes (:mod:`shardwise.planner.host`).
     """
 
     sequence: int
@@ -103,7 +132,11 @@ class Work:
     expert_traffic: float = 1.0
     expert_operators: float = 0.0
     counted: Literal["tensors", "first step", "allocator", "device", "process"] = "device"
-    base_bytes: float = 1.5 * 2**30
+    base_bytes: float = 1.3 * 2**30
+    kept_bytes: float = 0.0
+    bucket_elements: float = 0.0
+    copies_update: bool = False
     host_bytes: float = 0.0
     ours: bool = False
     packed: bool = False
+    host: HostWork = field(default_factory=HostWork)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.planner.arrays import largest
+from shardwise.planner.buffers import bucket_bytes, communicator_bytes, update_bytes
 from shardwise.planner.compute import amount_bytes, product_weights, rank_parameters, rank_tokens
 from shardwise.planner.data import dense_and_expert
 from shardwise.planner.halves import stage_waiting_bytes
-from shardwise.planner.host import heap_bytes, heap_share
+from shardwise.planner.host import Freed, heap_bytes, heap_of_blocks, heap_of_others
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
-from shardwise.planner.state import STATE, gathered_bytes, gradients_apart, state_terms
+from shardwise.planner.state import STATE, gathered_bytes, gradients_apart, state_terms, summed_bytes
 from shardwise.spec.block import Amount, PartCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
@@ -47,20 +48,22 @@ def rank_memory(
     terms["logits"] = all_ends - terms["activations"]
     kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
     terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
-    terms["gathered"] = _gathered(kinds, layout, work)
+    terms["gathered"] = _gathered(kinds, layout, work) + bucket_bytes(parts, layout, work)
+    if layout.zero and work.ours:  # the ends' sum, when nothing of the passes is left
+        ends = sum(dense_and_expert([one for one in parts if one[0].name in ENDS], layout, trainable=True))
+        passing = terms["activations"] + terms["logits"] + terms["workspace"]
+        terms["gathered"] += max(float(ends) * summed_bytes(work) - passing, 0.0)
     if gradients_apart(layout, work):
         terms = _larger(terms, ("gradients",), ("activations", "logits"))
+    if work.kept_bytes:
+        terms["kept"] = work.kept_bytes
     if work.counted == "first step":
-        terms = _first_step(terms, work)
+        terms = _first_step(terms, update_bytes(parts, layout, work), work)
     elif work.counted == "process":
-        sizes = [
-            sum(dense_and_expert([one], layout, trainable=False)) / one[1] for one in kinds if one[0].name not in ENDS
-        ]
-        terms["heap"] = heap_bytes(terms, layout, float(max(sizes, default=0.0)) * work.sent_weight_bytes)
+        terms["heap"] = heap_bytes(terms, layout, _freed(parts, max(alone), layout, work))
     elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
-    if work.counted in ("device", "process"):
-        terms["base"] = work.base_bytes
+    terms |= _of_device(layout, work, cluster)
     if work.packed:
         bare = [alone[s] - masks.get(s, 0.0) for s in range(size)]
         terms["masks"] = min(
@@ -70,25 +73,59 @@ def rank_memory(
     return {name: float(value) for name, value in terms.items()}
 
 
-def _first_step(terms: dict[str, Any], work: Work) -> dict[str, Any]:
+def _of_device(layout: Layout, work: Work, cluster: ClusterSpec) -> dict[str, Any]:
+    """What is there before a model is, where the figure counts it."""
+    if work.counted == "device":
+        return {"base": work.base_bytes, "communicators": communicator_bytes(layout, cluster)}
+    return {"base": work.base_bytes} if work.counted == "process" else {}
+
+
+def _first_step(terms: dict[str, Any], copy_bytes: float, work: Work) -> dict[str, Any]:
     """The larger of two moments of a run's first step: in the passes no moments are there yet, in the update that
     makes them nothing of the passes is left.
+
+    Args:
+        copy_bytes: that the update takes on top.
     """
     moments = min(_MOMENT_BYTES / work.optimizer_bytes, 1.0) if work.optimizer_bytes else 0.0
     passing = terms | {"optimizer": terms["optimizer"] * (1 - moments)}
-    updating = {name: size if name in STATE else 0.0 for name, size in terms.items()}
+    updating = {name: size if name in (*STATE, "kept") else 0.0 for name, size in terms.items()}
+    updating["workspace"] = copy_bytes
     return max(passing, updating, key=lambda one: sum(one.values()))
+
+
+def block_heap_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Work) -> Any:
+    """What one block adds to the heap of a CPU process."""
+    if work.counted != "process":
+        return 0.0
+    placed = [(part, 1, level)]
+    weights = sum(dense_and_expert(placed, layout, trainable=False)) * work.sent_weight_bytes
+    gradients = state_terms(placed, layout, work)["gradients"]
+    return heap_of_blocks(layout, gradients, saved_bytes(part, level, layout, work), weights, weights)
+
+
+def other_heap_bytes(num_bytes: Any, layout: Layout, work: Work) -> Any:
+    """What logits and workspace, and the traffic of tensor ranks, add to the heap of a CPU process."""
+    return heap_of_others(layout, num_bytes) if work.counted == "process" else 0.0
+
+
+def slack_share(work: Work) -> float:
+    """Of what is kept of a micro-batch, how much more the allocator of a device keeps."""
+    return 0.0 if work.counted == "process" else SLACK
+
+
+def _freed(parts: Sequence[Placed], pass_bytes: float, layout: Layout, work: Work) -> Freed:
+    """What comes and goes in a step, for the heap of a process to keep pieces of."""
+    blocks = [one for one in parts if one[0].name not in ENDS]
+    held = [float(sum(dense_and_expert([one], layout, trainable=False))) * work.sent_weight_bytes for one in blocks]
+    one = max((size / placed[1] for size, placed in zip(held, blocks, strict=True)), default=0.0)
+    return Freed(pass_bytes, one, sum(held))
 
 
 def _larger(terms: dict[str, Any], some: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
     """The terms without those of two groups that are less."""
     less = min(some, others, key=lambda names: sum(terms[name] for name in names))
     return {name: 0.0 if name in less else size for name, size in terms.items()}
-
-
-def slack_share(work: Work, layout: Layout) -> float:
-    """Of what is kept of a micro-batch, how much more the allocator keeps."""
-    return heap_share(layout) if work.counted == "process" else SLACK
 
 
 def _saved(parts: Sequence[Placed], layout: Layout, work: Work) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import accumulate
 
 from shardwise.planner.layout import Layout
@@ -26,7 +25,7 @@ def stage_parts(costs: ModelCosts, layout: Layout) -> list[list[Placed]]:
             placed += [(costs.kinds[kind], times, level) for kind, times in sorted(Counter(some).items())]
         if stage == 0:
             placed.append((costs.embedding, 1, "none"))
-        if stage == len(stages) - 1:
+        if stage == (0 if layout.folded else len(stages) - 1):
             placed.append((costs.head, 1, "none"))
             placed += [(part, 1, "none") for part in costs.more]
             if costs.tied and stage:
@@ -46,16 +45,3 @@ def tied_copy(costs: ModelCosts) -> PartCosts:
     own = Parameters(split=number) if embedding.parameters.split >= number else Parameters(whole=number)
     trains = embedding.trainable.total >= number
     return PartCosts(TIED_COPY, own, own if trains else Parameters(), degrees=tuple(degrees))
-
-
-def frozen(costs: ModelCosts) -> ModelCosts:
-    """The same model with nothing but small adapters to train: a hundredth of each block's weights."""
-
-    def part(one: PartCosts) -> PartCosts:
-        small = Parameters(one.parameters.split // 100, 0, one.parameters.expert // 100)
-        return replace(
-            one, trainable=small, products=tuple(replace(product, trainable=False) for product in one.products)
-        )
-
-    kinds = tuple(part(one) for one in costs.kinds)
-    return replace(costs, kinds=kinds, embedding=part(costs.embedding), head=part(costs.head))

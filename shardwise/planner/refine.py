@@ -11,8 +11,8 @@ from shardwise.planner.cost import estimate
 from shardwise.planner.halves import waiting_bytes
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import rank_memory, saved_bytes, slack_share
-from shardwise.planner.parts import stage_parts, tied_copy
+from shardwise.planner.memory import block_heap_bytes, other_heap_bytes, rank_memory, saved_bytes, slack_share
+from shardwise.planner.parts import ENDS, stage_parts, tied_copy
 from shardwise.planner.simulate import short_lists
 from shardwise.planner.state import state_terms
 from shardwise.spec.block import PartCosts
@@ -109,13 +109,15 @@ def _times(job: Job, layout: Layout) -> tuple[list[float], float, float]:
 
 def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     """Whether a stage can hold a range of blocks, from sums over blocks; 1F1B and GPipe."""
-    costs, work, slack = job.costs, job.work, 1 + slack_share(job.work, layout)
+    costs, work, slack = job.costs, job.work, 1 + slack_share(job.work)
 
     def state(part: PartCosts) -> float:
-        return float(sum(state_terms([(part, 1, layout.recompute)], layout, work).values()))
+        heap = 0.0 if part.name in ENDS else block_heap_bytes(part, layout.recompute, layout, work)
+        return float(sum(state_terms([(part, 1, layout.recompute)], layout, work).values()) + heap)
 
     def saved(part: PartCosts, one: Layout) -> float:
-        return float(saved_bytes(part, one.recompute, one, work)) * slack
+        kept = float(saved_bytes(part, one.recompute, one, work))
+        return kept * slack + (float(other_heap_bytes(kept, one, work)) if part.name == "head" else 0.0)
 
     plain = replace(layout, recompute="none")
     states = [0.0, *accumulate(state(costs.kinds[kind]) for kind in costs.order)]
@@ -151,7 +153,5 @@ def _constant(job: Job, candidate: Candidate) -> float:
     middle = min(1, candidate.pp - 1)
     terms = rank_memory([stages[middle]], lists[middle], layout, job.work, job.cluster)
     named = {"weights", "gradients", "optimizer", "activations", "logits", "masks", "slack", "heap"}
-    return (
-        sum(size for name, size in terms.items() if name not in named)
-        + slack_share(job.work, layout) * terms["workspace"]
-    )
+    beside = slack_share(job.work) * terms["workspace"] + other_heap_bytes(terms["workspace"], layout, job.work)
+    return float(sum(size for name, size in terms.items() if name not in named) + beside)

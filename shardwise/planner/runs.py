@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise
 from math import isfinite, nan
 from typing import Any, Literal
 
+from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.parts import frozen
 from shardwise.planner.shape import Experts, Latent, Shape, model_costs
-from shardwise.planner.software import software_of
+from shardwise.planner.software import Software, software_of
 from shardwise.spec.block import ModelCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.strategy import default_stages
@@ -93,7 +93,8 @@ def read_run(row: Row) -> Run:
     shape = _shape(row)
     costs = model_costs(shape, sorted({1, tp}))
     if "lora" in row.get("train_type", "").lower():
-        costs = frozen(costs)
+        rank = re.search(r"lora-r=(\d+)", row.get("other_opts", ""))
+        costs = adapted(costs, Lora(int(rank[1]) if rank and int(rank[1]) else 8))
     rows, micro_batch = _count(row, "global_batch_seqs"), _count(row, "micro_batch")
     if rows % (dp * micro_batch):
         raise SkippedRow(f"{rows} rows are no multiple of dp x micro_batch = {dp * micro_batch}")
@@ -107,6 +108,8 @@ def read_run(row: Row) -> Run:
     layout = _sharded(row, layout)
     if layout.num_micro_batches < pp:
         layout = replace(layout, schedule="gpipe", virtual_stages=1, **_stages(row, pp, shape.num_blocks, 1))
+    if "schedules-method=dualpipev" in row.get("other_opts", "") and pp > 1:
+        costs, layout = _folded(row, costs, layout)
     cluster = _cluster(row, software.stack)
     if not row.get("precision") and precision not in cluster.chip.peak_flops:
         precision = "fp16"
@@ -118,11 +121,37 @@ def read_run(row: Row) -> Run:
         costs=costs,
         cluster=cluster,
         layout=layout,
-        work=replace(software.work(_count(row, "seq_len"), precision), counted=_counted(row.get("mem_kind", ""))),
+        work=_work(row, software, precision, shape, layout),
         seconds=_measured(row, "step_s_norm") or _measured(row, "step_seconds"),
         memory_bytes=_memory(row),
         memory_kind=row.get("mem_kind", ""),
     )
+
+
+def _work(row: Row, software: Software, precision: str, shape: Shape, layout: Layout) -> Work:
+    sequence = _count(row, "seq_len")
+    work = replace(software.work(sequence, precision), counted=_counted(row.get("mem_kind", "")))
+    if not shape.bias:
+        return work
+    # [rows x heads, length, length]: made with the first pass, and held by the attention that made it.
+    kept = layout.micro_batch * shape.heads / layout.tp * sequence**2 / layout.cp * work.compute_bytes
+    return replace(work, kept_bytes=float(kept))
+
+
+def _folded(row: Row, costs: ModelCosts, layout: Layout) -> tuple[ModelCosts, Layout]:
+    """DualPipe's V shape: a rank holds a stage from the front and one from the back, behind each other here."""
+    empty = _empty_blocks(row)
+    places = [place for place in range(costs.num_blocks + len(empty)) if place not in empty]
+    ends = [0, *accumulate(default_stages(costs.num_blocks + len(empty), 2 * layout.pp))]
+    chunks = [[i for i, place in enumerate(places) if a <= place < b] for a, b in pairwise(ends)]
+    both = [[*chunks[rank], *chunks[-1 - rank]] for rank in range(layout.pp)]
+    if not all(both):
+        return costs, layout
+    order = tuple(costs.order[block] for blocks in both for block in blocks)
+    stages = tuple(len(blocks) for blocks in both)
+    schedule = "gpipe" if layout.schedule == "gpipe" else "1f1b"
+    plain = replace(layout, folded=True, schedule=schedule, virtual_stages=1, stages=stages, recomputed=())
+    return replace(costs, order=order), plain
 
 
 def _check(costs: ModelCosts, tp: int, pp: int) -> None:

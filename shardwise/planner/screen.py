@@ -14,20 +14,35 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.planner.buffers import communicator_bytes
 from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
-from shardwise.planner.halves import waiting_bytes, waiting_seconds
+from shardwise.planner.halves import deferred_seconds, waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
-from shardwise.planner.memory import saved_bytes, slack_share, workspace_bytes
+from shardwise.planner.memory import (
+    block_heap_bytes,
+    other_heap_bytes,
+    saved_bytes,
+    slack_share,
+    workspace_bytes,
+)
 from shardwise.planner.parts import Placed, tied_copy
-from shardwise.planner.space import Columns, Space, levels, sequence_choices, shard_degrees, with_schedules
+from shardwise.planner.space import (
+    MOST_VIRTUAL,
+    Columns,
+    Space,
+    levels,
+    sequence_choices,
+    shard_degrees,
+    with_schedules,
+)
 from shardwise.planner.state import gathered_bytes, gradients_apart, state_terms
 from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts
 
 _SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
 AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
-_BOUND_FIELDS = ("sp", "level", "shard", "reshard", "seconds", "bound", "need")
+JUDGED = ("sp", "level", "shard", "reshard", "seconds", "bound", "need", "unit", "later", "ahead", "behind")
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,9 @@ class Screened:
     """Columns of candidates: ``AXES``, ``sp level shard reshard``, and what was found of each.
 
     ``seconds`` is a guess of the step's time, ``bound`` what it cannot be faster than, ``need`` bytes of the fullest
-    device with blocks shared out as memory wants it.
+    device with blocks shared out as memory wants it. ``unit`` are the seconds of a micro-batch in a block of the
+    commonest kind; ``later`` and ``ahead`` the shares of it that a second half and the forward pass take; ``behind``
+    what follows the last block, in units.
     """
 
     columns: Columns
@@ -65,6 +82,9 @@ class _Rates:
     waiting: Any
     waiting_bytes: Any
     forward_share: Any
+    unit_forward: Any
+    unit_backward: Any
+    unit_later: Any
 
 
 @dataclass
@@ -111,7 +131,7 @@ def judge(job: Job, group: Group, columns: Columns) -> tuple[Screened, Space]:
     """Judge some rows of a group with every number of virtual stages and every way to share out weights."""
     space = with_schedules(job, columns)
     parts = _judge(job, group, _with_shards(job, space.columns, group.layout.tp)) if len(space) else []
-    names = (*AXES, *_BOUND_FIELDS)
+    names = (*AXES, *JUDGED)
     if not parts:
         return Screened({name: np.zeros(0) for name in names}), space
     return Screened({name: np.concatenate([part[name] for part in parts]) for name in names}), space
@@ -168,7 +188,9 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
     need, share = _memory(job, layout, rows, rates, number)
     again = rates.again * share
     blocks = job.costs.num_blocks / rows["pp"]
-    forward, backward = rates.forward, rates.backward + again
+    forward = rates.forward
+    backward = rates.backward + again + rows["halves"] * _deferred_seconds(job)
+    passes = 2 * rows["v"] * (rows["pp"] > 1) * job.work.host.stage_pass * job.cluster.chip.kernel_seconds
     held = _average_parts(job, layout, rows)
     sums: Any = 0.0
     if layout.zero == 3:
@@ -183,8 +205,8 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
         if layout.zero != 3:
             sums = sums + exposed(gathered, blocks * forward, job.work.overlap_data)
     block = forward + backward
-    everything = job.costs.num_blocks * block + rates.first + rates.last
-    slowest = _slowest_stage(job, rows, block, rates)
+    everything = job.costs.num_blocks * block + rates.first + rates.last + rows["pp"] * passes
+    slowest = _slowest_stage(job, rows, block, rates) + passes
     hop = _hop_seconds(job, layout, rows) * (rows["pp"] > 1)
     fill = (everything - slowest) * (rows["pp"] - 1) / rows["pp"] / rows["v"] + 2 * (rows["pp"] - 1) * hop
     # ZB-H1: second halves, which fill the end of the step, are no part of what others wait for.
@@ -203,10 +225,28 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
         "seconds": seconds,
         "need": need,
         "bound": np.maximum(rows["bound"], _least_seconds(job, layout, rows, rates, held)),
-    }
+    } | _units(job, layout, rows, rates)
     # Full recompute of no block is another spelling of none.
     same = share > 0 if layout.recompute == "full" and "recompute" not in job.fixed else np.ones(width, dtype=bool)
     return {name: column[same] for name, column in (rows | found).items()}
+
+
+def _units(job: Job, layout: Layout, rows: Columns, rates: _Rates) -> Columns:
+    """What :func:`shardwise.planner.bounds.least_blocks` takes of each row."""
+    forward, backward = rates.unit_forward, rates.unit_backward
+    if layout.zero == 3:
+        placed = (job.costs.kinds[commonest(job)[0]], 1, layout.recompute)
+        gathers, both = sharded_terms(placed, layout, job.work, job.cluster)
+        forward = forward + exposed(gathers, rates.unit_forward, job.work.overlap_data)
+        backward = backward + exposed(both, rates.unit_backward + rates.again, job.work.overlap_data)
+    unit = forward + backward
+    later = rows["halves"] * rates.unit_later / unit
+    return {"unit": unit, "later": later, "ahead": forward / unit, "behind": rates.last / unit}
+
+
+def commonest(job: Job) -> tuple[int, int]:
+    """The kind that most blocks are of, and how many are."""
+    return Counter(job.costs.order).most_common(1)[0]
 
 
 def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
@@ -253,15 +293,16 @@ def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held:
 def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
     """The share of blocks that any cut must compute again.
 
-    Rank r of p holds p - r micro-batches of each of its blocks at least, or min(p, 2 (p - 1 - r) + 1) where it has
-    several stages. Its memory over that number, summed over the ranks, is at least what all blocks keep of one
+    Rank r of p holds p - r micro-batches of each of its blocks at least. Where it has several stages, it holds p of
+    each stage but the last, and min(p, 2 (p - 1 - r) + 1) of that; cuts that are looked at give the last one no more
+    blocks than the others. Its memory over that number, summed over the ranks, is at least what all blocks keep of one
     micro-batch, and at most the limit times the sum of these numbers' inverses.
     """
     if layout.recompute != "full" or job.fixed.get("recompute") == "full":
         return 1.0
     pp, blocks = rows["pp"], job.costs.num_blocks
-    one, several = _inverses(blocks)
-    inverses = np.where(rows["v"] > 1, several[pp], one[pp])
+    even = not job.fixed.get("stages") and len(set(job.costs.order)) == 1
+    inverses = _inverses(blocks, even)[np.minimum(rows["v"], MOST_VIRTUAL) - 1, pp]
     state = sum(times * _state_bytes(job, layout, [part]) for part, times, _ in held)
     spare = job.limit_bytes * inverses - state - blocks * rates.saved
     gain = blocks * (rates.saved_all - rates.saved)
@@ -269,11 +310,19 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
 
 
 @cache
-def _inverses(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each number of ranks the sums of :func:`_least_recomputed`, with one stage a rank and with several."""
-    sizes = range(most + 1)
-    one = np.array([sum(1 / (pp - r) for r in range(pp)) for pp in sizes])
-    return one, np.array([sum(1 / min(pp, 2 * r + 1) for r in range(pp)) for pp in sizes])
+def _inverses(most: int, even: bool) -> np.ndarray:
+    """The sums of :func:`_least_recomputed` by stages of a rank and number of ranks; ``even``: cuts are."""
+
+    def held(pp: int, virtual: int, later: int) -> float:
+        """Micro-batches of a rank that ``later`` others follow."""
+        if virtual == 1:
+            return later + 1
+        last = min(pp, 2 * later + 1)
+        return ((virtual - 1) * pp + last) / virtual if even else last
+
+    return np.array(
+        [[sum(1 / held(pp, v, r) for r in range(pp)) for pp in range(most + 1)] for v in range(1, MOST_VIRTUAL + 1)]
+    )
 
 
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
@@ -293,6 +342,11 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
         sums["saved"] = sums["saved"] + share * kept
         sums["saved_all"] = sums["saved_all"] + share * everything
         sums["workspace"] = np.maximum(sums["workspace"], workspace_bytes(kind, layout.recompute, layout, work))
+        if kind is job.costs.kinds[commonest(job)[0]]:
+            always = layout.recompute != "full" or job.fixed.get("recompute") == "full"
+            sums["unit_forward"] = total(passes.forward)
+            sums["unit_backward"] = total(passes.backward) + (total(passes.again) if always else 0.0)
+            sums["unit_later"] = waiting_seconds(kind, layout, work, job.cluster)
         whole = total(passes.forward) + total(passes.backward) + total(passes.again)
         forward_share = np.minimum(forward_share, total(passes.forward) / whole)
     ends: list[Any] = []
@@ -334,6 +388,10 @@ def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
     return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
 
 
+def _heap_bytes(job: Job, layout: Layout, kind: PartCosts) -> Any:
+    return block_heap_bytes(kind, layout.recompute, layout, job.work)
+
+
 def _gathered_bytes(job: Job, layout: Layout) -> Any:
     """What comes and goes with the traffic of the data ranks, on a rank that has both ends or the larger one."""
     copies = [tied_copy(job.costs)] if job.costs.tied else []
@@ -368,9 +426,13 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    slack = 1 + slack_share(job.work, layout)
+    state = state + sum(times * _heap_bytes(job, layout, kind) for kind, times in _kinds(job)) / num_blocks
+    slack = 1 + slack_share(job.work)
     gathered = _gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
+    base = base + other_heap_bytes(rates.workspace, layout, job.work)
+    if job.work.counted == "device":
+        base = base + communicator_bytes(layout, job.cluster)
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
     first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
@@ -397,6 +459,12 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     return need, share
 
 
+def _deferred_seconds(job: Job) -> float:
+    """Of an average block, as :mod:`shardwise.planner.cost` has it."""
+    seconds = sum(times * deferred_seconds(kind, job.work, job.cluster) for kind, times in _kinds(job))
+    return seconds / job.costs.num_blocks
+
+
 def _slowest_stage(job: Job, rows: Columns, block: Any, rates: _Rates) -> Any:
     """Seconds of the slowest rank for a micro-batch, with whole blocks in a stage."""
     pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
@@ -421,8 +489,7 @@ def _hop_seconds(job: Job, layout: Layout, rows: Columns) -> Any:
     seconds: Any = np.zeros(len(stride))
     for link in reversed(job.cluster.links):
         within = stride < link.devices if link.devices else np.ones(len(stride), dtype=bool)
-        bandwidth = (link.pair_bandwidth or link.bandwidth) * link.efficiency
-        seconds = np.where(within, link.latency + size / bandwidth, seconds)
+        seconds = np.where(within, link.send_seconds(size), seconds)
     return seconds
 
 

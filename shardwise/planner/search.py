@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardwise.planner.bounds import least_blocks
 from shardwise.planner.job import Candidate, Found, Job, Planned
 from shardwise.planner.refine import refine
 from shardwise.planner.refusal import no_plan
-from shardwise.planner.screen import least_device_seconds
+from shardwise.planner.screen import commonest, least_device_seconds
 from shardwise.planner.space import Columns, enumerate_space
 from shardwise.planner.sweep import REFINED, Sweep, candidate_of, not_runnable
 
 _MOST_REFINED = 160
 _MOST_ALIKE = 8  # with the same degrees
+_BOUNDING = ("bound", "pp", "dp", "m", "v", "unit", "later", "ahead", "behind")
+_STEP = 0.01  # of a block's time, to which shares of it are rounded for bounds
 _NEAR = 1.02  # and further ones whose guess is as near to the best as this
 _DEGREES = ("pp", "dp", "cp", "tp", "ep")
 
@@ -41,7 +44,7 @@ def search(job: Job, top: int = 5, only_runnable: bool = False) -> Found:
         plans, refined = _best(plans + found, top), refined + looked_at
         bound = min(bound, least)
         most //= 2
-        if not most or job.all_devices or (not plans and most < job.devices // 4):
+        if not most or job.all_devices or (not plans and sweep.considered and most < job.devices // 4):
             break
         if plans:
             per_row = least_device_seconds(job, _cells(space.columns)) if per_row is None else per_row
@@ -89,9 +92,28 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
         plans += own
     left = np.ones(len(sweep.pool), dtype=bool)
     left[list(done)] = False
-    bound = min(float(columns["bound"][left].min(initial=np.inf)), sweep.bound)
+    bound = min(_bound(job, {name: column[left] for name, column in columns.items()}), sweep.bound)
     sweep.forget()
     return plans, len(done), bound
+
+
+def _bound(job: Job, columns: Columns) -> float:
+    """Seconds that no row can be below, the rows with the lowest bounds looked at closely."""
+    _, blocks = commonest(job)
+    even = not job.fixed.get("stages") and blocks == job.costs.num_blocks
+    least = float("inf")
+    for index in np.argsort(columns["bound"], kind="stable").tolist():
+        row = {name: float(columns[name][index]) for name in _BOUNDING}
+        if row["bound"] >= least:
+            break
+        bound = row["bound"]
+        if job.cluster.chip.shared <= 1 and (row["v"] == 1 or even):
+            shares = (-(-row["later"] // _STEP), row["ahead"] // _STEP, row["behind"] // _STEP)
+            number = job.rows // int(row["dp"] * row["m"])
+            close = least_blocks(blocks, int(row["pp"]), number, int(row["v"]), *(share * _STEP for share in shares))
+            bound = max(bound, close * row["unit"])
+        least = min(least, bound)
+    return least
 
 
 def _with_others_first(columns: Columns, order: np.ndarray, top: int) -> np.ndarray:
@@ -106,12 +128,13 @@ def _with_others_first(columns: Columns, order: np.ndarray, top: int) -> np.ndar
 def _best(plans: list[Planned], top: int) -> list[Planned]:
     """The fastest plans that differ, ``top`` of them if there are as many, and the fastest that can be trained with.
 
-    Plans differ in degrees; where too few do, in what else a strategy says of a step, at last in anything.
+    Plans differ in degrees, and in more than a row's tokens over ranks in place of rows; where too few do, in what
+    else a strategy says of a step, at last in anything.
     """
     unique = {plan.candidate: plan for plan in plans}
-    ranked = sorted(unique.values(), key=lambda plan: (plan.step_seconds, plan.estimate.memory_bytes))
+    ranked = sorted(unique.values(), key=_rank)
     kept: list[Planned] = []
-    kinds: tuple[Callable[[Candidate], Hashable], ...] = (_degrees, _manner, lambda candidate: candidate)
+    kinds: tuple[Callable[[Candidate], Hashable], ...] = (_spread, _degrees, _manner, lambda candidate: candidate)
     for kind in kinds:
         seen = {kind(plan.candidate) for plan in kept}
         for plan in ranked:
@@ -121,6 +144,20 @@ def _best(plans: list[Planned], top: int) -> list[Planned]:
     kept.sort(key=ranked.index)
     runnable = next((plan for plan in ranked if not plan.not_runnable), None)
     return kept if runnable is None or runnable in kept else [*kept, runnable]
+
+
+def _rank(plan: Planned) -> tuple[float, int, bool, float]:
+    """What comes first: the faster; of those equal to six digits the simpler pipeline, then what needs less memory.
+
+    Where processes share cores a bubble costs nothing, and many schedules are predicted alike.
+    """
+    candidate = plan.candidate
+    seconds = float(f"{plan.step_seconds:.5e}")
+    return seconds, candidate.virtual_stages, candidate.schedule != "1f1b", plan.estimate.memory_bytes
+
+
+def _spread(candidate: Candidate) -> Hashable:
+    return candidate.pp, candidate.dp * candidate.cp, candidate.tp, candidate.ep
 
 
 def _degrees(candidate: Candidate) -> Hashable:

@@ -46,7 +46,8 @@ def software_of(row: Mapping[str, str]) -> Software:
             kept = {"gradient_bytes": 2.0, "sent_gradient_bytes": 2.0, "accumulation_bytes": 6.0}
         else:  # weights' gradients in bf16, summed in fp32
             kept = {} if whole else {"gradient_bytes": 6.0, "accumulation_bytes": 12.0}
-        return Software(stack, {"overlap_data": False, **kept})
+        # Its engine copies gradients into buffers of so many numbers (MEMORY_OPT_ALLREDUCE_SIZE).
+        return Software(stack, {"overlap_data": False, "bucket_elements": 5e8, **kept})
     if "deepspeed" in framework:
         fields = {"gradient_bytes": 2.0, "sent_gradient_bytes": 2.0}
         if "offload" in row.get("zero_stage_or_fsdp", "").lower():
@@ -66,7 +67,8 @@ def software_of(row: Mapping[str, str]) -> Software:
 
 
 def _mindspeed(options: str, half: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {"overlap_data": "overlap-grad-reduce" in options}
+    # AdamW operator by operator, which has its denominator in memory; what uses a fused kernel needs less.
+    fields: dict[str, Any] = {"overlap_data": "overlap-grad-reduce" in options, "copies_update": True}
     if re.search(r"use-mc2|use-ascend-mc2|use-ascend-coc", options):
         fields["overlap_tensor"] = 0.45
     # Tokens are sorted by index kernels, several passes of them in fp32.

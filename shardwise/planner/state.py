@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.planner.arrays import choose, largest, smallest
 from shardwise.planner.data import dense_and_expert
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.parts import Placed
+from shardwise.planner.parts import ENDS, Placed
 
 STATE = ("weights", "gradients", "optimizer")
 _ACTIVE_STAGES = 3  # of a pipeline rank, whose weights FSDP2 keeps gathered at the same time
@@ -42,7 +42,10 @@ def state_terms(parts: Sequence[Placed], layout: Layout, work: Work) -> dict[str
         own = work.weight_bytes if work.compute_bytes == 4.0 else 0.0
         shards = (every_share - some_share) * work.weight_bytes + some_share * own
         weights = weights * _gathered_share(layout) + shards
-        shared = some_share * work.gradient_bytes
+        # What stands around the blocks is one unit, whose gradients are summed when the last of them is there.
+        ends = [placed for placed in parts if placed[0].name in ENDS]
+        whole = sum(dense_and_expert(ends, layout, trainable=True))
+        shared = (some_share + whole - whole / layout.shard) * work.gradient_bytes
         gradients = choose(layout.num_micro_batches > 1, gradients, shared)
     return dict(zip(STATE, (weights, gradients, optimizer), strict=True))
 
@@ -73,12 +76,17 @@ def gathered_bytes(blocks: Sequence[Any], ends: Any, layout: Layout, work: Work)
     if not work.ours:
         return largest(block, ends) * (2 * work.sent_weight_bytes + work.sent_gradient_bytes)
     # What enters the sum of a block's gradients is a copy in fp32; that of the ends comes when activations are gone.
-    sums = block * work.sent_gradient_bytes
+    sums = block * summed_bytes(work)
     if layout.zero < 3:
         return sums
     # The ends stay gathered through a pass; of the blocks this one and the next are, and this one's fresh gradient.
     passing = ends * work.sent_weight_bytes + block * (2 * work.sent_weight_bytes + work.compute_bytes)
     return sums + choose(layout.pp > 1, 0.0, passing)
+
+
+def summed_bytes(work: Work) -> float:
+    """Of an element of a gradient while FSDP2 sums it: its copy in fp32, and gloo's, which sums to all and cuts."""
+    return work.sent_gradient_bytes * (2 if work.counted == "process" else 1)
 
 
 def _gathered_share(layout: Layout) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.planner.job import Candidate, Job, Rejection
-from shardwise.planner.screen import AXES, Group, Screened, groups_of, judge
+from shardwise.planner.screen import AXES, JUDGED, Group, Screened, groups_of, judge
 from shardwise.planner.space import Columns, Space
 from shardwise.spec.block import RECOMPUTE_LEVELS
 from shardwise.spec.rules import parse_run
@@ -145,7 +145,7 @@ class Sweep:
 
 
 def _names() -> tuple[str, ...]:
-    return (*AXES, "sp", "level", "shard", "reshard", "seconds", "bound", "need")
+    return (*AXES, *JUDGED)
 
 
 def candidate_of(job: Job, columns: Columns, index: int) -> Candidate:

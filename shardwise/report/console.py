@@ -47,6 +47,8 @@ def _details(run: RunConfig, plan: Plan) -> list[str]:
         details = []
     if strategy.sequence_parallel:
         details.append(f"sequence parallel: norms and the residual stream on 1/{strategy.tp} of the sequence")
+    if strategy.tp_whole is not None:
+        details.append(f"up to {100 * strategy.tp_whole:g} % of the blocks' weights whole on each tensor rank")
     if strategy.dp_shard > 1:
         details.append("ZeRO-3 (reshard)" if strategy.reshard else "ZeRO-2 (no reshard)")
     if strategy.recompute:

@@ -66,8 +66,18 @@ def _show_table(found: dict[str, Any], console: Console) -> None:
         numbers = (f"{row['forward']:.0f}", f"{row['backward']:.0f}")
         table.add_row(Text(row["module"]), row["blocks"], row["style"] + parts, row["collectives"], *numbers)
     console.print(table)
+    for other in found.get("alternatives", []):
+        saved = 100 * (1 - other["elements_per_token"] / _moved(cost))
+        share = 100 * other["whole_parameters"] / cost["block_parameters"]
+        moved = f"{other['elements_per_token']:.0f} elements a token ({saved:.0f} % less)"
+        show_line(console, "or", f"tp_whole={other['tp_whole']:g}: {moved}; {share:.1f} % stay whole")
     for name, reason in found["whole"].items():
         show_line(console, "whole", f"{name}: {reason}")
+
+
+def _moved(cost: dict[str, Any]) -> float:
+    """Elements that a rank sends for a token, both ways."""
+    return float(cost["forward_elements_per_token"] + cost["backward_elements_per_token"])
 
 
 def _plain_table(title: str, columns: tuple[str, ...]) -> Table:

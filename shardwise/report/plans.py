@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -30,7 +31,8 @@ def show_plans(job: Job, found: Found, console: Console) -> None:
     show_line(console, "model", f"{job.costs.name}, {size} parameters, {job.costs.num_blocks} blocks")
     limit = format_bytes(job.limit_bytes)
     show_line(console, "cluster", f"{job.devices} x {job.cluster.name}, {limit} of each to fill")
-    rows = f"{job.rows} rows of {job.work.sequence} tokens a step, {job.work.precision}"
+    source = f" ({job.sequence_from})" if job.sequence_from else ""
+    rows = f"{job.rows} rows of {job.work.sequence} tokens{source} a step, {job.work.precision}"
     show_line(console, "work", rows)
     show_line(console, "memory", f"that of {MEMORY_OF}")
     console.print(_table(job, found))
@@ -45,10 +47,10 @@ def show_plans(job: Job, found: Found, console: Console) -> None:
 def show_reasons(job: Job, found: Found, changes: list[str], console: Console) -> None:
     """Print what ``--explain`` adds: terms, legal degrees, rejections, what would change the choice."""
     first = found.plans[0]
-    for name, seconds in sorted(first.estimate.time_terms.items(), key=lambda term: -term[1]):
+    for name, seconds in _largest_first(first.estimate.time_terms):
         show_line(console, "time", f"{name}: {seconds:.4g} s, {seconds / first.step_seconds:.1%}")
     fullest: dict[str, float] = max(first.estimate.memory_terms, key=lambda terms: sum(terms.values()))
-    for name, size in sorted(fullest.items(), key=lambda term: -term[1]):
+    for name, size in _largest_first(fullest):
         show_line(console, "memory", f"{name}: {format_bytes(size)}")
     for other in found.plans[1:]:
         show_line(console, "loses", f"{describe(other.candidate)}: {loss(first, other)}")
@@ -58,6 +60,11 @@ def show_reasons(job: Job, found: Found, changes: list[str], console: Console) -
         show_line(console, "rejected", f"{one.number} by {one.rule}" + (f": {one.detail}" if one.detail else ""))
     for line in changes:
         show_line(console, "change", line)
+
+
+def _largest_first(terms: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Those that are not 0."""
+    return sorted((term for term in terms.items() if term[1]), key=lambda term: -term[1])
 
 
 def _some(degrees: list[int]) -> str:

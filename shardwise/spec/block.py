@@ -46,7 +46,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Scores and weighted sums of one block; heads are cut by the tensor ranks.
+    """Scores and weighted sums of one block.
 
     Args:
         qk_dim: width of a head's query and key; ``v_dim`` of its value.
@@ -54,6 +54,7 @@ class Attention:
         kernel: ``fused`` keeps no score matrix, ``eager`` writes it to memory, ``linear`` costs the same for each
             token whatever the length.
         causal: half of the scores are needed (a fused kernel leaves the other half out, an eager one does not).
+        split: each tensor rank has its part of the heads; else every one computes all of them.
     """
 
     heads: int
@@ -63,6 +64,7 @@ class Attention:
     window: int = 0
     kernel: Literal["fused", "eager", "linear"] = "fused"
     causal: bool = True
+    split: bool = True
 
 
 @dataclass(frozen=True)

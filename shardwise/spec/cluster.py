@@ -7,10 +7,12 @@ what a machine measured about itself has the same form.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
+from math import inf, isfinite
 from typing import Any, Literal, get_args
 
 from shardwise.config import nearest
@@ -18,7 +20,32 @@ from shardwise.errors import ConfigError
 
 DeviceType = Literal["cpu", "cuda", "npu"]
 _ENTRY_ONLY = ("aliases", "source")  # of an entry in a list of profiles
-_ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "bandwidth_efficiency")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+# Numbers of a profile: whether 0 will do, and the most that makes sense. Attention is timed against the fastest
+# product, both with their own shapes, and may come out above it.
+_CHIP: Mapping[str, tuple[bool, float]] = {
+    "memory_bytes": (False, inf),
+    "memory_bandwidth": (False, inf),
+    "matmul_efficiency": (False, 1.0),
+    "half_size": (True, inf),
+    "attention_efficiency": (False, 10.0),
+    "bandwidth_efficiency": (False, 1.0),
+    "kernel_seconds": (True, 1.0),
+}
+_STACK: Mapping[str, tuple[bool, float]] = {
+    "slowdown": (False, inf),
+    "attention": (False, inf),
+    "host_seconds": (True, 1.0),
+}
+_LINK: Mapping[str, tuple[bool, float]] = {
+    "bandwidth": (False, inf),
+    "latency": (True, 10.0),
+    "pair_bandwidth": (True, inf),
+    "efficiency": (False, 1.0),
+    "send_bandwidth": (True, inf),
+    "send_latency": (True, 10.0),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +58,11 @@ class Link:
         pair_bandwidth: bytes/s between two devices of it (a full mesh has a wire for each pair); 0: as ``bandwidth``.
         latency: seconds of a step of a collective.
         efficiency: share of ``bandwidth`` that large messages reach.
+        send_bandwidth: bytes/s of a message from one device to another, where it was timed apart from collectives,
+            and ``send_latency`` its seconds; 0: as collectives.
+        ring: a collective takes a step for each further member (gloo); else one for each doubling of their number.
+        factors: by collective, how many times longer it takes than the formula has it (gloo sums to all where it is to
+            scatter).
     """
 
     name: str
@@ -39,6 +71,15 @@ class Link:
     latency: float
     pair_bandwidth: float = 0.0
     efficiency: float = 0.8
+    send_bandwidth: float = 0.0
+    send_latency: float = 0.0
+    ring: bool = False
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def send_seconds(self, num_bytes: Any) -> Any:
+        """Seconds of one message between two devices of this level."""
+        wire = self.send_bandwidth or self.pair_bandwidth or self.bandwidth
+        return (self.send_latency or self.latency) + num_bytes / (wire * self.efficiency)
 
 
 @dataclass(frozen=True)
@@ -135,24 +176,91 @@ class ClusterSpec:
 
 def _checked(cluster: ClusterSpec) -> ClusterSpec:
     """Refuse a profile of a file that no formula could work with."""
-    chip, stack = cluster.chip, cluster.stack
+    chip = cluster.chip
     if cluster.device_type not in get_args(DeviceType):
         value = f"cluster profile: device_type = {cluster.device_type!r}"
-        raise ConfigError(value, f"must be one of {', '.join(get_args(DeviceType))}", "Correct the file")
-    if not isinstance(chip.shared, int | float) or not 1 <= chip.shared < float("inf"):
-        raise ConfigError(f"cluster profile: chip.shared = {chip.shared!r}", "must be 1 or above", "Correct the file")
-    numbers: dict[str, Any] = {f"chip.{name}": getattr(chip, name) for name in _ABOVE_ZERO}
-    numbers |= {f"chip.peak_flops.{name}": value for name, value in chip.peak_flops.items()}
-    numbers |= {"devices_per_node": cluster.devices_per_node, "stack.slowdown": stack.slowdown}
+        near = nearest(str(cluster.device_type), get_args(DeviceType))
+        rule = f"must be one of {', '.join(get_args(DeviceType))}"
+        raise ConfigError(value, rule, f"Did you mean {near}?" if near else "Correct the file")
+    if not isinstance(chip.peak_flops, Mapping) or not chip.peak_flops:
+        rule = f"must name a peak of one of {', '.join(_PRECISIONS)}"
+        raise ConfigError(f"cluster profile: chip.peak_flops = {chip.peak_flops!r}", rule, "Correct the file")
+    _check_named("chip.peak_flops", chip.peak_flops, _PRECISIONS, inf)
+    if not _is_number(chip.shared) or chip.shared < 1:
+        raise ConfigError(f"cluster profile: chip.shared = {chip.shared!r}", "must be 1 or above", "Write 1")
+    _check_numbers("chip", chip, _CHIP)
+    _check_numbers("stack", cluster.stack, _STACK)
+    _check_whole("devices_per_node", cluster.devices_per_node, 1)
     for link in cluster.links:
-        numbers |= {f"links.{link.name}.bandwidth": link.bandwidth, f"links.{link.name}.efficiency": link.efficiency}
+        _check_numbers(f"links.{link.name}", link, _LINK)
+        if link.ring not in (True, False):
+            rule = "must be true or false"
+            raise ConfigError(f"cluster profile: links.{link.name}.ring = {link.ring!r}", rule, "Write false")
+        _check_named(f"links.{link.name}.factors", link.factors, _COLLECTIVES, 1000.0)
+    _check_levels(cluster.links)
+    return cluster
+
+
+def _check_named(where: str, numbers: Any, names: Sequence[str], most: float) -> None:
+    """Refuse what does not give a number above 0 for each of some ``names``."""
+    if not isinstance(numbers, Mapping):
+        rule = f"must give a number for some of {', '.join(names)}"
+        raise ConfigError(f"cluster profile: {where} = {numbers!r}", rule, "Correct the file")
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"cluster profile: {name} = {value!r}", "must be a number above 0", "Correct the file")
-    if not cluster.links or cluster.links[-1].devices != 0:
+        if name not in names:
+            near = nearest(str(name), names)
+            remedy = f"Did you mean {near}?" if near else "Correct the file"
+            raise ConfigError(f"cluster profile: {where}.{name}", f"must be one of {', '.join(names)}", remedy)
+        _check_number(f"{where}.{name}", value, False, most)
+
+
+def _check_numbers(where: str, holder: Any, ranges: Mapping[str, tuple[bool, float]]) -> None:
+    for name, (zero, most) in ranges.items():
+        _check_number(f"{where}.{name}", getattr(holder, name), zero, most)
+
+
+def _check_number(name: str, value: Any, zero: bool, most: float) -> None:
+    """Refuse what is no finite number above 0 (or 0, where that will do) and at most ``most``.
+
+    Raises:
+        ConfigError: with the nearest value that will do.
+    """
+    least = "0 or above" if zero else "above 0"
+    rule = f"must be a number {least}" if most == inf else f"must be {least} and at most {most:g}"
+    if not _is_number(value):
+        raise ConfigError(f"cluster profile: {name} = {value!r}", rule, "Correct the file")
+    if value > most:
+        # A share that was written in percent.
+        remedy = f"Write {value / 100:g}" if most == 1.0 and value <= 100 else f"Write {most:g}"
+        raise ConfigError(f"cluster profile: {name} = {value!r}", rule, remedy)
+    if value < 0 or (value == 0 and not zero):
+        remedy = "Write 0" if zero else f"Write {-value:g}" if value and -value <= most else "Correct the file"
+        raise ConfigError(f"cluster profile: {name} = {value!r}", rule, remedy)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        near = max(least, round(value)) if _is_number(value) else least
+        rule = f"must be a whole number of {least} or above"
+        raise ConfigError(f"cluster profile: {name} = {value!r}", rule, f"Write {near}")
+
+
+def _check_levels(links: tuple[Link, ...]) -> None:
+    """Refuse levels that do not go from the inside out up to all devices."""
+    for link in links:
+        _check_whole(f"links.{link.name}.devices", link.devices, 0)
+    if not links or links[-1].devices != 0:
         rule = "the last of links must join all nodes (devices: 0)"
         raise ConfigError("cluster profile: links", rule, "Correct the file")
-    return cluster
+    for inner, outer in pairwise(links):
+        if inner.devices == 0 or (outer.devices and outer.devices <= inner.devices):
+            value = f"cluster profile: links.{outer.name}.devices = {outer.devices}"
+            rule = f"links go from the inside out, and links.{inner.name} before it joins {inner.devices or 'all'}"
+            raise ConfigError(value, rule, "Put them in order: the last one joins all devices (0)")
 
 
 def cluster_names() -> list[str]:

@@ -18,9 +18,36 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# The kinds of description: a ModelSpec, and ModelCosts.
-SIZES, COSTS = "sizes", "costs"
+SIZES = "sizes"  # the kind of description that is a ModelSpec; Manner.kind names those that are ModelCosts
 _ROOMS = ("check", "models", "parallel", "spec", "tensor")  # the code that describes
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What of a run the costs of its model depend on.
+
+    Attributes:
+        eager: eager attention; otherwise the attention that the model has first.
+        whole: ``strategy.tp_whole``: the share of the blocks' weights that tables may leave whole for less traffic;
+            None: the tables that leave least whole.
+    """
+
+    eager: bool = False
+    whole: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of description that costs of this manner are."""
+        within = "" if self.whole is None else f" within {self.whole!r}"
+        return f"{'eager ' if self.eager else ''}costs{within}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What a describing child is told of it."""
+        return [*(["--eager"] if self.eager else []), *([] if self.whole is None else ["--whole", str(self.whole)])]
+
+
+FIRST_MANNER = Manner()
 
 
 def description_folder(environ: Mapping[str, str]) -> Path | None:

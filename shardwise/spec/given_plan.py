@@ -9,6 +9,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 
+_OPTIONS = ("gradient_aggregation_group", "sequence_parallel", "tp_whole")
 _SIZES = ("num_blocks", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size", "num_experts")
 
 
@@ -64,7 +65,7 @@ def _as_keys(plan: Plan) -> dict[str, Any]:
     """The plan's strategy by the names of run.yaml."""
     strategy = plan.strategy
     same = ("pp", "tp", "dp_replicate", "dp_shard", "reshard", "schedule", "micro_batch_size", "stages")
-    keys = {name: getattr(strategy, name) for name in (*same, "gradient_aggregation_group", "sequence_parallel")}
+    keys = {name: getattr(strategy, name) for name in (*same, *_OPTIONS)}
     recompute = {-1: "full", 0: "none"}.get(strategy.recompute, strategy.recompute)
     virtual = strategy.virtual_stages
     return keys | {"recompute": recompute, "virtual_stages": virtual, "dp": strategy.dp, "cp": 1, "ep": 1}

@@ -47,6 +47,10 @@ class Plan:
         if self.strategy.sequence_parallel and self.strategy.tp == 1:
             rule = "cuts the sequence over the tensor ranks, and tp is 1"
             raise PlanError("plan with sequence_parallel = true", rule, "Make the plan again")
+        share = self.strategy.tp_whole
+        if share is not None and (self.strategy.tp == 1 or not 0 <= share <= 1):
+            rule = f"must be a share from 0 to 1 with tp above 1, or null (tp is {self.strategy.tp})"
+            raise PlanError(f"plan with tp_whole = {share}", rule, "Make the plan again")
         _check_stages(self.strategy, self.model.num_blocks)
         rows = self.global_batch_size
         groups = self.strategy.gradient_aggregation_group

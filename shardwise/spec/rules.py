@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
 from shardwise.spec.ranges import check_last_step, parse_steps
-from shardwise.spec.run import TRACKERS, RunConfig, data_sources, tracker_names
+from shardwise.spec.run import COLUMNS, TRACKERS, RunConfig, data_sources, tracker_names
 
 BEST_METRICS = ("eval_loss",)
 
@@ -206,6 +206,16 @@ def _check_schedule(run: RunConfig) -> None:
     )
 
 
+def _check_tables(run: RunConfig) -> None:
+    strategy = run.strategy
+    _refuse(
+        strategy.tp_whole is None or strategy.plan is not None or (strategy.tp or 1) > 1,
+        f"strategy.tp_whole = {strategy.tp_whole}",
+        f"chooses how a block is split over the tensor ranks, and strategy.tp is {strategy.tp or 'not given'}",
+        "Give strategy.tp=2 or more, or leave it out",
+    )
+
+
 def _check_length(run: RunConfig) -> None:
     epochs, steps = run.train.epochs, run.train.max_steps
     _refuse(
@@ -292,12 +302,6 @@ def _check_save(run: RunConfig) -> None:
         "Give save.strategy, or leave save.async out",
     )
     _check_best(run)
-    _refuse(
-        not run.restarts or run.nnodes == 1,
-        f"restarts = {run.restarts} with nnodes = {run.nnodes}",
-        f"restarts of jobs on several machines are {NOT_AVAILABLE}",
-        "Leave restarts out",
-    )
 
 
 def _check_best(run: RunConfig) -> None:
@@ -340,6 +344,17 @@ def _check_data(run: RunConfig) -> None:
         "rows are evaluated once each",
         "Leave the weights out",
     )
+    _check_columns("data.columns", run.data.columns)
+    for key, sources in (("data.train", run.data.train), ("data.eval", run.data.eval)):
+        for source in data_sources(sources):
+            _check_columns(f"columns of {source.path} in {key}", source.columns)
+    length = run.data.max_length
+    _refuse(
+        run.data.on_long != "split" or length is None or length > 1,
+        f"data.on_long = split with data.max_length = {length}",
+        "a row of one token has nothing to predict",
+        "Use data.max_length=2 or more",
+    )
     size = run.data.val_size or None
     _refuse(
         size is None or run.data.eval is None,
@@ -353,6 +368,17 @@ def _check_data(run: RunConfig) -> None:
         "must be a share below 1, or a whole number of rows",
         f"Use data.val_size={int(size or 0)}",
     )
+
+
+def _check_columns(key: str, columns: dict[str, str] | None) -> None:
+    for known, own in (columns or {}).items():
+        near = nearest(known, COLUMNS)
+        _refuse(
+            known in COLUMNS,
+            f"{key} = {{{known}: {own}}}",
+            f"{known} is no name of a column that formats have: {', '.join(COLUMNS)}",
+            f"Did you mean {near}?" if near else "Write {name that is known: name in the file}",
+        )
 
 
 def _check_eval(run: RunConfig) -> None:
@@ -416,6 +442,6 @@ def _check_log(run: RunConfig) -> None:
 
 
 _CHECKS = (
-    *(_check_available, _check_batch, _check_schedule, _check_length, _check_packing, _check_optimizer),
+    *(_check_available, _check_batch, _check_schedule, _check_tables, _check_length, _check_packing, _check_optimizer),
     *(_check_compile, _check_save, _check_data, _check_eval, _check_lora, _check_log),
 )

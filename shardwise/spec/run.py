@@ -32,6 +32,15 @@ Precision = Literal["fp32", "bf16"]  # in which training computes
 DataFormat = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "pairs", "text"]
 
 
+# Names of columns that formats know, which data.columns may give to those of a file.
+COLUMNS = (
+    *("messages", "conversations", "tools", "system", "history", "prompt", "query", "response", "completion"),
+    *("instruction", "input", "output", "question", "answer", "context", "text"),
+    *("input_ids", "labels", "position_ids"),
+)
+Columns = dict[str, str] | None
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
@@ -48,11 +57,12 @@ class _Section(BaseModel):
 
 
 class SourceConfig(_Section):
-    """One of several sources of rows; ``weight`` is its share of an epoch, ``format`` its own."""
+    """One of several sources of rows; ``weight`` is its share of an epoch, ``format`` and ``columns`` its own."""
 
     path: str
     weight: float | None = Field(default=None, gt=0.0)
     format: DataFormat | None = None
+    columns: Columns = None
 
 
 Sources = str | tuple[SourceConfig, ...] | None
@@ -66,8 +76,9 @@ class DataConfig(_Section):
     val_size: float | None = Field(default=None, ge=0.0)  # below 1 a share of the rows, else their number
     max_samples: PositiveInt | None = None
     format: DataFormat = "auto"
+    columns: Columns = None
     max_length: PositiveInt | None = None
-    on_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    on_long: Literal["refuse", "truncate", "drop", "split"] = "refuse"
     loss: Literal["assistant", "last_turn", "all_turns", "text"] = "assistant"
     packing: bool = False
     group_by_length: bool = False
@@ -127,6 +138,7 @@ class StrategyConfig(_Section):
     cp: PositiveInt | None = None
     ep: PositiveInt | None = None
     sequence_parallel: bool = False
+    tp_whole: float | None = Field(default=None, ge=0.0, le=1.0)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     virtual_stages: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None

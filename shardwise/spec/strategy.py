@@ -27,6 +27,8 @@ class Strategy:
     recomputed in the backward pass (-1: all). ``gradient_aggregation_group`` is the number of buckets in
     which gradients are summed over the data ranks (None: a block each with dp_shard, else 25 MiB each).
     ``sequence_parallel``: between blocks and in norms a tensor rank holds its part of the sequence alone.
+    ``tp_whole``: the share of the blocks' weights that may stay whole on every tensor rank, for less traffic (None:
+    as little as can be).
     """
 
     pp: int = 1
@@ -41,6 +43,7 @@ class Strategy:
     stages: tuple[int, ...] = ()
     gradient_aggregation_group: int | None = None
     sequence_parallel: bool = False
+    tp_whole: float | None = None
 
     @property
     def dp(self) -> int:
@@ -140,6 +143,7 @@ def resolve(run: RunConfig, model: ModelSpec, local_devices: int) -> tuple[Strat
         stages=stages,
         gradient_aggregation_group=given.gradient_aggregation_group,
         sequence_parallel=_sequence_parallel(run, tp, model),
+        tp_whole=given.tp_whole,
     )
     return strategy, rows
 

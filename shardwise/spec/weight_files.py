@@ -19,7 +19,8 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
     weights would silently replace them.
 
     Raises:
-        CheckpointError: no such file, several without an index, an index that is broken or names a missing file.
+        CheckpointError: no such file, several without an index, an index that is broken, names a missing file or one
+            outside of the folder.
     """
     if (folder / WEIGHTS_FILE).is_file():
         return {folder / WEIGHTS_FILE: None}
@@ -41,6 +42,9 @@ def _indexed(folder: Path, index: Path) -> dict[Path, list[str] | None]:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         by_file: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
+            if file in ("", "..") or Path(file).name != file or "\0" in file:  # an index may come from anywhere
+                rule = f"places {name} in {file!r}, which is no file of its folder"
+                raise CheckpointError(str(index), rule, "Do not use it")
             names = by_file.setdefault(folder / file, [])
             assert names is not None
             names.append(name)

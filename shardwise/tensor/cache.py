@@ -34,28 +34,30 @@ class TableCache:
 
     folder: Path | None
 
-    def find(self, config: Any, degree: int, *, sequence: bool = False) -> ShardingTable | None:
+    def find(
+        self, config: Any, degree: int, *, sequence: bool = False, whole: float | None = None
+    ) -> ShardingTable | None:
         """The table of a configuration over ``degree`` ranks, None where there is none that can be read."""
         if self.folder is None:
             return None
         try:
-            data = json.loads(self._path(config, degree, sequence).read_text(encoding="utf-8"))
+            data = json.loads(self._path(config, degree, sequence, whole).read_text(encoding="utf-8"))
             table = ShardingTable.from_json(data)
         except (OSError, ValueError, TypeError, KeyError, RecursionError, PlanError):
             return None
         return table if table.degree == degree else None
 
-    def keep(self, config: Any, table: ShardingTable, *, sequence: bool = False) -> None:
+    def keep(self, config: Any, table: ShardingTable, *, sequence: bool = False, whole: float | None = None) -> None:
         """Write a table, whole or not at all; a folder that cannot be written to keeps nothing."""
         if self.folder is None:
             return
-        write_whole(self._path(config, table.degree, sequence), json.dumps(table.to_json()))
+        write_whole(self._path(config, table.degree, sequence, whole), json.dumps(table.to_json()))
 
-    def _path(self, config: Any, degree: int, sequence: bool) -> Path:
+    def _path(self, config: Any, degree: int, sequence: bool, whole: float | None) -> Path:
         assert self.folder is not None
         versions = [version("torch"), version("transformers"), code_hash(_ROOMS)]
         attention = str(getattr(config, "_attn_implementation", None))
         fields = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
         described = json.dumps(fields, sort_keys=True, default=str)
-        parts = [type(config).__name__, described, attention, str(degree), str(sequence), *versions]
+        parts = [type(config).__name__, described, attention, str(degree), str(sequence), str(whole), *versions]
         return self.folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"

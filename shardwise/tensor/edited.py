@@ -38,22 +38,23 @@ class _Block:
 
 def same_split(one: ShardingTable, other: ShardingTable) -> bool:
     """Whether two tables split alike, whatever they tell of costs and reasons."""
-    plain = [replace(table, cost=None, refused={}) for table in (one, other)]
+    plain = [replace(table, cost=None, refused={}, alternatives=()) for table in (one, other)]
     return plain[0] == plain[1]
 
 
-def check_edited(model: nn.Module, small: nn.Module, table: ShardingTable) -> ShardingTable:
+def check_edited(model: nn.Module, small: nn.Module, table: ShardingTable, whole: float | None = None) -> ShardingTable:
     """``table`` as it runs, with what its edits leave whole among the refused.
 
     Args:
         model: the whole model, on meta.
         small: a copy as for :func:`shardwise.tensor.find.find_table`.
+        whole: the bound within which the table was found that was edited.
 
     Raises:
         PlanError: it names what the model has not, cuts the sequence in its own way, or its split of the small copy
             does not run or differs from the whole.
     """
-    found, small_found = find_tables(model, small, table.degree, sequence=table.sequence is not None)
+    found, small_found = find_tables(model, small, table.degree, sequence=table.sequence is not None, whole=whole)
     if same_split(table, found):
         return found
     _check_names(model, table)
@@ -65,8 +66,8 @@ def check_edited(model: nn.Module, small: nn.Module, table: ShardingTable) -> Sh
     want = reference(small, uneven_length(table.degree)) if table.sequence is not None else reference(small)
     for small_table in _variants(model, structure, small, small_structure, (table, found, small_found)):
         _prove(small, small_table, want, edited)
-    whole = {name: "whole in the plan" for name in found.modules if name not in table.modules}
-    return replace(table, cost=None, refused={**table.refused, **whole})
+    left = {name: "whole in the plan" for name in found.modules if name not in table.modules}
+    return replace(table, cost=None, alternatives=(), refused={**table.refused, **left})
 
 
 def _check_names(model: nn.Module, table: ShardingTable) -> None:

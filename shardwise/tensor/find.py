@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.models.structure import Structure, find_structure
 from shardwise.spec.tolerance import PROOF
+from shardwise.tensor.alternatives import Alternative, find_alternatives, named, within
 from shardwise.tensor.experts import find_expert_cuts
 from shardwise.tensor.kind import Kind, Signature, relative, relative_table, signature, spread, total_cost
 from shardwise.tensor.real_parts import real_sizes
@@ -27,29 +28,35 @@ from shardwise.tensor.table import LocalValue, ModuleSplit, ShardingTable, Style
 from shardwise.tensor.trace import BlockTrace, Product, is_linear, trace_blocks
 from shardwise.tensor.values import candidate_sets, read_numbers
 
+_MOST_PROOFS = 4  # of tables within a bound, the one that moves least first
 Numbers = dict[str, tuple[LocalValue, ...]]  # module -> what it reads in place of the whole model's numbers
 
 
-def find_table(model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False) -> ShardingTable:
+def find_table(
+    model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False, whole: float | None = None
+) -> ShardingTable:
     """The table of ``model`` (on meta) over ``degree`` ranks.
 
     Args:
         small: a copy with the same kinds of blocks and the same divisibility, in float64 on the CPU.
         sequence: whether the residual stream between blocks is cut along the sequence.
+        whole: the share of the blocks' parameters that may stay whole: the table that moves least within it. None: the
+            one that leaves as little whole as is worth its traffic.
 
     Raises:
-        PlanError: no block can be split, the vocabulary cannot, or the residual stream cannot.
+        PlanError: no block can be split, the vocabulary cannot, or the residual stream cannot; no table leaves as
+            little whole.
     """
-    return find_tables(model, small, degree, sequence=sequence)[0]
+    return find_tables(model, small, degree, sequence=sequence, whole=whole)[0]
 
 
 def find_tables(
-    model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False
+    model: nn.Module, small: nn.Module, degree: int, *, sequence: bool = False, whole: float | None = None
 ) -> tuple[ShardingTable, ShardingTable]:
     """The table of ``model``, and the same choices on ``small``, where they were proven."""
     if degree == 1:
         return ShardingTable(1), ShardingTable(1)
-    return TableSearch(model, small, degree).tables(sequence=sequence)
+    return TableSearch(model, small, degree).tables(sequence=sequence, whole=whole)
 
 
 class TableSearch:
@@ -70,25 +77,59 @@ class TableSearch:
             if key not in self.kinds and key in self._sizes:
                 self.kinds[key] = _find_kind(small, trace, self._sizes[key], degree, self._want)
 
-    def tables(self, *, sequence: bool = False) -> tuple[ShardingTable, ShardingTable]:
-        """The cheapest table of the model, and the same choices on the small copy, where they were proven.
+    def tables(self, *, sequence: bool = False, whole: float | None = None) -> tuple[ShardingTable, ShardingTable]:
+        """The table of the model, and the same choices on the small copy, where they were proven.
 
         Args:
-            sequence: whether the residual stream between blocks is cut along the sequence.
+            sequence, whole: as of :func:`find_table`.
 
         Raises:
             PlanError: as :func:`find_table`.
         """
+        first, others = self.offered(sequence=sequence)
+        known = named(first.cost, others)
+        if whole is None:
+            table, proven = self.proven(first, sequence=sequence)
+            return replace(table, alternatives=known), proven
+        refusal: PlanError | None = None
+        for one in within(whole, first, others, self.degree)[:_MOST_PROOFS]:
+            try:
+                table, proven = self.proven(one, sequence=sequence)
+            except PlanError as error:
+                refusal = error
+            else:
+                return replace(table, alternatives=known), proven
+        assert refusal is not None
+        raise PlanError(f"strategy.tp_whole = {whole:g}", refusal.rule, "Leave it out") from None
+
+    def offered(self, *, sequence: bool = False) -> tuple[Alternative, list[Alternative]]:
+        """The first choice, and those that leave more whole and move less; none of them is proven yet.
+
+        Raises:
+            PlanError: the residual stream cannot be cut.
+        """
         kinds = {key: self._solved(kind, sequence) for key, kind in self.kinds.items()}
-        want = reference(self.small, uneven_length(self.degree)) if sequence else self._want
         tables = {key: relative_table(kind, self.small, None) for key, kind in kinds.items()}
+        table = spread(self.model, self._structure, tables, self.degree, {})
+        cost = total_cost(self.model, self._structure, table, kinds)
+        others = find_alternatives(self.model, self._structure, self.small, kinds, cost)
+        return Alternative(cost, kinds), others
+
+    def proven(self, chosen: Alternative, *, sequence: bool = False) -> tuple[ShardingTable, ShardingTable]:
+        """The table of a choice, and that on the small copy, where it is right.
+
+        Raises:
+            PlanError: it is not.
+        """
+        want = reference(self.small, uneven_length(self.degree)) if sequence else self._want
+        tables = {key: relative_table(kind, self.small, None) for key, kind in chosen.kinds.items()}
         proven = _proven_table(self.small, self._small_structure, tables, self.degree, want)
         sizes = real_sizes(self.small, self.model, self.degree)
-        tables = {key: relative_table(kind, self.small, self._sizes[key], sizes) for key, kind in kinds.items()}
+        tables = {k: relative_table(kind, self.small, self._sizes[k], sizes) for k, kind in chosen.kinds.items()}
         with_ends = {self._small_structure.head, self._small_structure.embedding} & set(proven.modules)
         ends = _ends(self.model, self._structure) if with_ends else {}
         table = spread(self.model, self._structure, tables, self.degree, ends)
-        return replace(table, cost=total_cost(self.model, self._structure, table, kinds)), proven
+        return replace(table, cost=chosen.cost), proven
 
     def _solved(self, kind: Kind, sequence: bool) -> Kind:
         if not sequence:

@@ -196,6 +196,16 @@ def _full(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if name else prefix
 
 
+def moves(kind: Kind) -> tuple[float, float]:
+    """Elements that a rank moves for each token of one block, forward and backward, in units of (p - 1) / p."""
+    problem, chosen = kind.problem, kind.solution.choices
+    paid = {problem.groups[name]: problem.sizes[name].inputs for name, c in chosen.items() if c.sums_input}
+    # The sum of an input's gradient; or its gather, and the scatter of its gradient.
+    forward = sum(choice.forward for choice in chosen.values()) + problem.sequence * 1.0 * sum(paid.values())
+    backward = sum(choice.backward for choice in chosen.values()) + (2.0 - problem.sequence) * sum(paid.values())
+    return forward, backward
+
+
 def total_cost(
     model: nn.Module, structure: Structure, table: ShardingTable, kinds: Mapping[Signature, Kind]
 ) -> TableCost:
@@ -205,13 +215,8 @@ def total_cost(
     for block in blocks:
         kind = kinds.get(signature(block))
         if kind is not None:
-            problem, chosen = kind.problem, kind.solution.choices
-            forward += sum(choice.forward for choice in chosen.values())
-            paid = {problem.groups[name]: problem.sizes[name].inputs for name, c in chosen.items() if c.sums_input}
-            backward += sum(choice.backward for choice in chosen.values())
-            # The sum of an input's gradient; or its gather, and the scatter of its gradient.
-            forward += problem.sequence * 1.0 * sum(paid.values())
-            backward += (2.0 - problem.sequence) * sum(paid.values())
+            own = moves(kind)
+            forward, backward = forward + own[0], backward + own[1]
     sizes = {name: p.numel() for name, p in blocks.named_parameters(prefix=structure.blocks)}
     whole = sum(size for name, size in sizes.items() if not table.is_cut(name))
     ring = (table.degree - 1) / table.degree

@@ -275,12 +275,12 @@ def solve(problem: Problem) -> Solution:
     Raises:
         ValueError: forced modes that no choice fits.
     """
-    last = _last_uses(problem)
+    last = last_uses(problem)
     states: dict[_State, _Best] = {((), frozenset()): (0.0, {}, {})}
     for position, product in enumerate(problem.products):
         grown: dict[_State, _Best] = {}
         for (open_modes, paid), (so_far, modes, chosen) in states.items():
-            for more, before, behind in _assignments(problem, product, dict(open_modes)):
+            for more, before, behind in assignments(problem, product, dict(open_modes)):
                 opened = so_far + sum(problem.redundancy(r, m) for r, m in more.items())
                 for choice in choices(problem, product, before, behind):
                     group = problem.groups[product]
@@ -320,7 +320,7 @@ def enumerate_all(problem: Problem) -> Solution:
     return best
 
 
-def _last_uses(problem: Problem) -> dict[int | str, int]:
+def last_uses(problem: Problem) -> dict[int | str, int]:
     """The position of the last product that a region, or a group, has to do with."""
     last: dict[int | str, int] = dict.fromkeys(range(len(problem.regions)), -1)
     for position, product in enumerate(problem.products):
@@ -332,7 +332,7 @@ def _last_uses(problem: Problem) -> dict[int | str, int]:
     return last
 
 
-def _assignments(
+def assignments(
     problem: Problem, product: str, known: Mapping[int, Mode]
 ) -> Iterator[tuple[dict[int, Mode], Mode, Mode]]:
     """Modes for the two regions of ``product``: those that it opens, the one before it, the one behind it."""

@@ -110,6 +110,11 @@ class TableCost:
     forward: float
     backward: float
 
+    @property
+    def moved(self) -> float:
+        """Elements for each token, forward and backward."""
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True)
 class ShardingTable:
@@ -121,6 +126,7 @@ class ShardingTable:
         values: module -> what it reads in place of whole-model numbers.
         refused: what stays whole on every rank, and why.
         sequence: how the residual stream is cut, None where every rank holds all of it.
+        alternatives: costs of the first table and of some that leave more whole and move less; empty: there are none.
     """
 
     degree: int
@@ -130,6 +136,7 @@ class ShardingTable:
     refused: Mapping[str, str] = field(default_factory=dict)
     cost: TableCost | None = None
     sequence: SequenceSplit | None = None
+    alternatives: tuple[TableCost, ...] = ()
 
     def style(self, name: str) -> Style | None:
         """The style of a module, None where it is replicated."""
@@ -154,6 +161,7 @@ class ShardingTable:
             "refused": dict(self.refused),
             "cost": None if self.cost is None else asdict(self.cost),
             "sequence": None if self.sequence is None else _sequence_json(self.sequence),
+            "alternatives": [asdict(cost) for cost in self.alternatives],
         }
 
     @classmethod
@@ -174,6 +182,7 @@ class ShardingTable:
                 refused=dict(data["refused"]),
                 cost=None if data["cost"] is None else TableCost(**data["cost"]),
                 sequence=None if data.get("sequence") is None else _sequence(data["sequence"]),
+                alternatives=tuple(TableCost(**cost) for cost in data.get("alternatives", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError("the plan's sharding table", f"is damaged ({error})", "Make the plan again") from None

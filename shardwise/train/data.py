@@ -7,15 +7,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardwise.data.child import ready
+from shardwise.data.child import SMALL_BYTES, ready
 from shardwise.data.memory import MemoryData, memory_records
 from shardwise.data.mixing import combine, sources_of
-from shardwise.data.prepared import open_prepared, tokenizer_folder
+from shardwise.data.prepared import keep_tokenizer, open_prepared, size_of, tokenizer_folder
 from shardwise.data.rows import Rows, Source, load_rows, survey_rows
 from shardwise.data.source import Record
 from shardwise.data.store import joined
@@ -128,11 +129,26 @@ class DataReader:
             if folder is None:
                 return load_rows(source, lambda: self._tokenizer(source), records, self._say)
             return self._spill(source, records, folder)
-        if memory.tokenizer is None:
-            folder = ready(source, self._cache, self._processes, self._say)
+        kept = self._with_folder(source)
+        if kept is not None:
+            folder = ready(kept, self._cache, self._processes, self._say)
             if folder is not None:
                 return folder
         return load_rows(source, lambda: self._tokenizer(source), None, self._say)
+
+    def _with_folder(self, source: Source) -> Source | None:
+        """The source with a tokenizer that lies in a folder; None where a script's own cannot be put into one."""
+        own = self._memory.tokenizer
+        if own is None:
+            return source
+        if self._cache is None or size_of(source) <= SMALL_BYTES:
+            return None
+        try:
+            folder = keep_tokenizer(own, self._cache)
+        except (ConfigError, OSError) as error:
+            self._say(f"{source.name}: rank 0 tokenises, and each rank holds the rows: {error}")
+            return None
+        return replace(source, run=source.run.model_copy(update={"tokenizer": str(folder)}))
 
     def _held_folder(self, source: Source) -> Path | None:
         """A folder of this run alone in the cache, None where that cannot be written to."""

@@ -11,6 +11,7 @@ from shardwise.checkpoint.listing import (
     CHECKPOINTS,
     UNFINISHED,
     complete_checkpoints,
+    is_unlisted,
     passed_over,
     read_manifest,
     saved_state,
@@ -76,11 +77,20 @@ def after_restart(run: RunConfig, output_dir: Path) -> RunConfig:
     return run.model_copy(update={"resume": "auto", "overwrite": False})
 
 
+def begun_again(run: RunConfig, output_dir: Path) -> RunConfig:
+    """The run of a script that begins again after a failure, made from what the script says: :func:`after_restart`, and
+    what lies there is its own and not to be overwritten."""
+    return after_restart(run, output_dir).model_copy(update={"overwrite": False})
+
+
 def _step_named(resume: str) -> int:
     """The step of the checkpoint that ``resume`` names; -1 where it has gone."""
+    checkpoint = Path(resume).resolve()
     try:
-        return read_manifest(Path(resume).resolve())[0]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if is_unlisted(checkpoint):
+            return int(saved_state(checkpoint)["train"]["step"])
+        return read_manifest(checkpoint)[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
         return -1
 
 

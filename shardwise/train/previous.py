@@ -78,8 +78,8 @@ def discard(output_dir: Path) -> None:
 
 
 def is_set_aside(output_dir: Path) -> bool:
-    """Whether results of an earlier run wait for this one's first step."""
-    return (output_dir / _FOLDER).exists()
+    """Whether results of an earlier run wait for this one's first step, or are on their way there or back."""
+    return any((output_dir / name).exists() for name in (_FOLDER, _DRAFT))
 
 
 def checkpoints_now(output_dir: Path) -> Path:

@@ -16,6 +16,7 @@ from shardwise.checkpoint.shelf import link, supersede
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Loader
 from shardwise.data.rows import name_rows
+from shardwise.errors import SaveError
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -103,9 +104,9 @@ class Trainer:
                 self.export()
             self.callbacks.call("on_train_end", f"stopped by {stopped}" if stopped else reason)
         except NonFiniteLossError as error:  # on every rank: what was good before stays
-            self._finish_save()
+            error = self._saved_before(error)
             self.callbacks.failed(error)
-            raise
+            raise error from None
         except BaseException as error:
             self.callbacks.failed(error)
             raise
@@ -308,6 +309,14 @@ class Trainer:
         path = self._keeper.finish()
         if path is not None:
             self.callbacks.call("on_save", path)
+
+    def _saved_before(self, error: NonFiniteLossError) -> NonFiniteLossError:
+        """``error`` when the checkpoint that was on its way is complete; if it cannot be written, both in one."""
+        try:
+            self._finish_save()
+        except SaveError as second:
+            return NonFiniteLossError(f"{error}; and of the save under way: {second}")
+        return error
 
     def export(self, folder: Path | None = None) -> None:
         """Write ``export`` or another folder: a Hugging Face folder, or with adapters one in PEFT's format."""

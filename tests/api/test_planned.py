@@ -37,6 +37,7 @@ def test_other_runs_stay_as_they_are(more: dict[str, Any], monkeypatch: pytest.M
     assert to_be_planned(tree, {}) == tree
 
 
+@pytest.mark.slow  # a child builds the model
 def test_given_degrees_stay_and_the_rest_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(tmp_path / "tiny")
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")

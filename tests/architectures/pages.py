@@ -27,6 +27,7 @@ ENGLISH = {
     "rows": "Model type | Tensor split | Stays whole | Moved | Pipeline cut | Tensor x pipeline",
     "builds": "A small copy is built and runs",
     "published": "Published plan: the same, or no more whole and no more moved",
+    "offered": "Published plan: the same of the table, or of one that `tp_whole` offers beside it",
     "no more whole": "Published plan: no more whole",
     "none published": "No published plan: a split that is right",
     "pipeline": "Pipeline cut exact (or refused because blocks do not run once each)",
@@ -50,6 +51,7 @@ CHINESE = {
     "rows": "模型类型 | 张量切分 | 完整保留 | 移动 | 流水线切分 | 张量 x 流水线",
     "builds": "能构建小副本并运行",
     "published": "有发布的方案：相同，或完整保留和移动都不更多",
+    "offered": "有发布的方案：同上，切分表或 `tp_whole` 提供的另一张表做到",
     "no more whole": "有发布的方案：完整保留不更多",
     "none published": "无发布的方案：有正确的切分",
     "pipeline": "流水线切分精确（或因块不是各运行一次而被拒绝）",
@@ -92,8 +94,10 @@ def _line(name: str, row: Row, words: Mapping[str, str]) -> str:
     whole, moved = "", ""
     if row.tensor != NOT_SPLIT:
         whole, moved = f"{100 * row.whole:.1f} %", f"{row.moved:.0f}"
-    if row.tensor in (CHEAPER, TRADE, WORSE):
+    if row.offered or row.tensor in (CHEAPER, TRADE, WORSE):
         whole, moved = f"{whole} / {100 * row.published_whole:.1f} %", f"{moved} / {row.published_moved:.0f}"
+    if row.offered:
+        whole, moved = f"{whole} / {100 * row.offered_whole:.1f} %", f"{moved} / {row.offered_moved:.0f}"
     pipeline, both = (words.get(value, _plain(value)) for value in (row.pipeline, row.hybrid))
     return f"| {name} | {split} | {whole} | {moved} | {pipeline} | {both} |"
 

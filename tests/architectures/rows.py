@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.architectures.hybrid import ONE_LENGTH
@@ -24,6 +24,7 @@ from tests.architectures.tensor import (
 EXACT, REPEATED = "exact", "do not run once each"
 NOT_EXAMINED = "not examined"
 _LONGEST = 160
+_COUNTS = ("own", "published", "offered")
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Row:
         causal: whether a token's logits are independent of what follows it: a decoder.
         tensor: one of the verdicts of :mod:`tests.architectures.tensor`; ``why`` it is not split.
         whole, moved: of the table, on two ranks; those of the published plan likewise, None where none is published.
+        offered: whether an alternative of the search leaves no more whole and moves no more than the published plan,
+            where the table does not; ``offered_whole``, ``offered_moved``: of that.
         seconds: of CPU, for the search of one kind of block.
         pipeline, hybrid: ``exact``, a refusal or a difference.
     """
@@ -50,6 +53,9 @@ class Row:
     published: bool = True
     published_whole: float = 0.0
     published_moved: float = 0.0
+    offered: bool = False
+    offered_whole: float = 0.0
+    offered_moved: float = 0.0
     seconds: float = 0.0
     pipeline: str = EXACT
     hybrid: str = EXACT
@@ -63,14 +69,24 @@ class Row:
 def row_of(pipeline: dict[str, Any], split: dict[str, Any], both: dict[str, Any] | None) -> Row:
     """The row of three findings as plain data; the last may be missing."""
     cut = Finding(**pipeline)
-    counts = {key: None if split[key] is None else Count(**split[key]) for key in ("own", "published")}
-    found = TensorFinding(**(split | counts))
-    theirs = found.published or Count(0.0, 0.0)
-    reasons = [found.result] if found.result != "ok" else list(dict.fromkeys(found.refused.values()))
-    return Row(
+    row = Row(
         model=cut.class_name,
         builds="ok" if cut.runs else short(cut.builds if cut.builds != "ok" else cut.forward),
         causal=cut.causal,
+        pipeline=short(cut.pipeline if cut.structure == "ok" else cut.structure),
+        hybrid=NOT_EXAMINED if both is None else short(both["result"]),
+    )
+    return with_split(row, split)
+
+
+def with_split(row: Row, split: dict[str, Any]) -> Row:
+    """A row with what the survey of the tensor split finds."""
+    counts = {name: None if split.get(name) is None else Count(**split[name]) for name in _COUNTS}
+    found = TensorFinding(**(split | counts))
+    theirs, other = found.published or Count(0.0, 0.0), found.offered or Count(0.0, 0.0)
+    reasons = [found.result] if found.result != "ok" else list(dict.fromkeys(found.refused.values()))
+    return replace(
+        row,
         tensor=verdict(found),
         why=short("; ".join(reasons)) if verdict(found) == NOT_SPLIT else "",
         whole=round(found.own.whole, 4),
@@ -78,9 +94,10 @@ def row_of(pipeline: dict[str, Any], split: dict[str, Any], both: dict[str, Any]
         published=found.published is not None,
         published_whole=round(theirs.whole, 4),
         published_moved=theirs.moved,
+        offered=found.offered is not None,
+        offered_whole=round(other.whole, 4),
+        offered_moved=other.moved,
         seconds=found.seconds,
-        pipeline=short(cut.pipeline if cut.structure == "ok" else cut.structure),
-        hybrid=NOT_EXAMINED if both is None else short(both["result"]),
     )
 
 
@@ -100,6 +117,7 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
     return {
         "builds": (sum(row.builds == "ok" for row in rows.values()), len(rows)),
         "published": (sum(row.tensor in (SAME, CHEAPER) for row in published), len(published)),
+        "offered": (sum(row.offered or row.tensor in (SAME, CHEAPER) for row in published), len(published)),
         "no more whole": (sum(row.tensor in (SAME, CHEAPER, TRADE) for row in published), len(published)),
         "none published": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
         "pipeline": (sum(row.pipeline == EXACT for row in counted) + len(repeated), len(counted)),

@@ -2,6 +2,8 @@
 
     python -m tests.architectures.table                     pages from the findings that are kept
     python -m tests.architectures.table --survey NOTES      the surveys first, new findings from them
+    python -m tests.architectures.table --published NOTES   that of the tensor split alone, where a published plan moves
+                                                            less than the table: the other findings stay
 
 NOTES is a file of lines to which each result is added as it comes: a survey that was stopped goes on where it was, and
 an architecture whose lines are taken out is examined again.
@@ -20,7 +22,8 @@ from typing import Any
 
 from tests.architectures import hybrid, survey, tensor
 from tests.architectures.pages import write_pages
-from tests.architectures.rows import Row, row_of
+from tests.architectures.rows import Row, row_of, with_split
+from tests.architectures.tensor import CHEAPER, SAME
 
 FINDINGS = Path(__file__).with_name("findings.json")
 STEPS = ("pipeline", "tensor", "hybrid")
@@ -33,11 +36,11 @@ def read_notes(path: Path) -> Notes:
     return {(note["step"], note["finding"]["name"]): note["finding"] for note in map(json.loads, lines)}
 
 
-def run_surveys(path: Path, names: Iterable[str], workers: int) -> Notes:
+def run_surveys(path: Path, names: Iterable[str], workers: int, steps: Iterable[str] = STEPS) -> Notes:
     """Examine what ``path`` has no line of, and return all of them."""
     names = list(names)
     with path.open("a", encoding="utf-8") as file:
-        for step in STEPS:
+        for step in steps:
             known = read_notes(path)
             missing = [name for name in names if (step, name) not in known]
             for finding in _findings(step, missing, workers):
@@ -70,6 +73,11 @@ def rows_from(notes: Notes) -> dict[str, Row]:
     return {name: row_of(*found) for name, found in every.items() if None not in found[:2]}
 
 
+def beside_published(rows: Mapping[str, Row]) -> list[str]:
+    """The architectures whose table does not stand for the published plan by itself."""
+    return [name for name, row in rows.items() if row.published and row.counts and row.tensor not in (SAME, CHEAPER)]
+
+
 def read_findings() -> tuple[dict[str, str], dict[str, Row]]:
     """Versions of the libraries, and the rows by model type."""
     data = json.loads(FINDINGS.read_text(encoding="utf-8"))
@@ -93,7 +101,13 @@ def main() -> None:
     parser.add_argument("--survey", type=Path, metavar="NOTES", help="examine what this file has no lines of")
     parser.add_argument("--only", action="append", help="a model type (may be given several times)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--published", type=Path, metavar="NOTES", help="the tensor split alone, of what is open")
     options = parser.parse_args()
+    if options.published is not None:
+        _, rows = read_findings()
+        names = options.only or beside_published(rows)
+        notes = run_surveys(options.published, names, options.workers, ("tensor",))
+        write_findings(rows | {name: with_split(rows[name], notes["tensor", name]) for name in names})
     if options.survey is not None:
         write_findings(rows_from(run_surveys(options.survey, options.only or survey.architectures(), options.workers)))
     write_pages(*read_findings())

@@ -54,6 +54,17 @@ def test_products_and_attention_are_those_of_the_configuration(llama: ModelCosts
 
 
 @pytest.mark.slow
+def test_eager_attention_keeps_scores_that_grow_with_the_row(folder: Path, llama: ModelCosts) -> None:
+    (fused,), (eager,) = llama.kinds, model_costs(folder, TableCache(None), (1,), attention="eager").kinds
+    assert eager.attention is not None
+    assert eager.attention.kernel == "eager"
+    # Of each head and key the result of softmax, in fp32 and once more in the precision of the products.
+    kept = eager.saved["none"]
+    assert kept.split_growing + kept.split_growing_bytes / 4 >= 4
+    assert fused.saved["none"].split_growing == fused.saved["none"].split_growing_bytes == 0
+
+
+@pytest.mark.slow
 def test_parameters_and_legal_degrees_are_those_of_the_table(folder: Path, llama: ModelCosts) -> None:
     model = build_on_meta(folder, None)
     assert llama.num_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -80,6 +91,20 @@ def test_collectives_are_those_that_the_table_counts(folder: Path, llama: ModelC
         assert [(one.elements, one.backward) for one in llama.head.degree(degree).collectives] == [(64, 1)]
         sequence = {one.op: (one.forward, one.backward) for one in block.degree(degree).sequence or ()}
         assert sequence == {"all_gather": (2, 2), "reduce_scatter": (2, 2)}
+
+
+@pytest.mark.slow
+def test_attention_that_stays_whole_is_computed_on_every_rank(folder: Path, llama: ModelCosts) -> None:
+    costs = model_costs(folder, TableCache(folder / "tables"), (1, 2), whole=0.41)
+    (block,), (first,) = costs.kinds, llama.kinds
+    assert block.attention is not None
+    assert first.attention is not None
+    assert (block.attention.split, first.attention.split) == (False, True)
+    assert {p.name for p in block.products if p.split == "none"} == {f"self_attn.{n}_proj" for n in "qkvo"}
+    assert block.parameters.whole == first.parameters.whole + 2 * 64 * 64 + 2 * 64 * 32
+    assert block.parameters.total == first.parameters.total
+    sent, every = (sum(c.forward + c.backward for c in one.degree(2).collectives) for one in (block, first))
+    assert 2 * sent == every
 
 
 def _bytes(amount: Amount, size: int, length: int) -> float:
@@ -135,7 +160,11 @@ def test_experts_are_one_product_over_the_tokens_that_they_get(tmp_path: Path) -
     assert (down.inner, down.outer, down.uses, down.copies, down.split) == (32, 64, 2.0, 4, "inner")
     assert experts.parameters.expert == 4 * 3 * 64 * 32
     assert experts.dispatched == 2 * 64
-    assert experts.saved["none"].expert > 2 * (64 + 3 * 32)
+    # Of two experts for each token: results as wide as an expert, which tensor ranks cut, and copies of the input.
+    assert experts.saved["none"].expert >= 2 * 3 * 32
+    assert experts.saved["none"].routed >= 2 * 64
+    assert experts.forward_traffic.expert >= 2 * 5 * 32
+    assert experts.forward_traffic.routed >= 2 * 2 * 64
     assert ModelCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
 
 

@@ -50,6 +50,7 @@ FEW = {
     "lora": [("tp4", "dp_shard4"), ("hsdp2x2", "tp2-pp2"), ("pp4", "tp2-dp_shard2")],
 }
 State = dict[tuple[str, str], torch.Tensor]
+Built = tuple[ParallelModel, Mesh, Optimizer]
 
 
 def _case(root: Path, kind: str, layout: str) -> Case:
@@ -62,7 +63,7 @@ def _case(root: Path, kind: str, layout: str) -> Case:
     )
 
 
-def _build(case: Case) -> tuple[ParallelModel, Mesh, Optimizer]:
+def _build(case: Case) -> Built:
     model, mesh = lora_harness.build(case)[:2] if isinstance(case, LoraCase) else harness.build(case)
     return model, mesh, Optimizer(model.shards, case.train)
 
@@ -84,9 +85,9 @@ def _steps(case: Case, model: ParallelModel, mesh: Mesh, optimizer: Optimizer, f
     return losses
 
 
-def _save(case: Case, folder: Path) -> tuple[list[float], State]:
+def _save(case: Case, built: Built, folder: Path) -> tuple[list[float], State]:
     """Two steps and a checkpoint; the losses, and the whole state put together from all ranks."""
-    model, mesh, optimizer = _build(case)
+    model, mesh, optimizer = built
     losses = _steps(case, model, mesh, optimizer, 0, SAVED_AT)
     save_checkpoint(folder, SAVED_AT, all_tensors(model, optimizer), {}, Companions(case.folder))
     parts: list[Any] = [None] * RANKS
@@ -97,9 +98,9 @@ def _save(case: Case, folder: Path) -> tuple[list[float], State]:
     return losses, whole
 
 
-def _resume(case: Case, folder: Path, saved: State) -> list[float]:
+def _resume(case: Case, built: Built, folder: Path, saved: State) -> list[float]:
     """Everything is bit-equal before the first step; the losses of five more."""
-    model, mesh, optimizer = _build(case)
+    model, mesh, optimizer = built
     for _, _, value in _parts(model, optimizer):
         value.fill_(torch.nan)  # what is loaded must replace all of it
     load_checkpoint(complete_checkpoints(folder)[-1], all_tensors(model, optimizer))
@@ -110,13 +111,17 @@ def _resume(case: Case, folder: Path, saved: State) -> list[float]:
 
 
 def _all_pairs(rank: int, root: Path, kind: str, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[float]]:
-    """Losses of every pair's seven steps."""
+    """Losses of every pair's seven steps. Each layout is built once, which takes longer than all its steps."""
+    cases = {layout: _case(root, kind, layout) for layout in sorted({layout for pair in pairs for layout in pair})}
+    built = {layout: _build(case) for layout, case in cases.items()}
+    saved = {
+        layout: _save(cases[layout], built[layout], root / kind / layout)
+        for layout in sorted({before for before, _ in pairs})
+    }
     found = {}
-    for before, group in itertools.groupby(sorted(pairs), key=lambda pair: pair[0]):
-        folder = root / kind / before
-        first, state = _save(_case(root, kind, before), folder)
-        for _, after in group:
-            found[before, after] = first + _resume(_case(root, kind, after), folder, state)
+    for before, after in pairs:
+        first, state = saved[before]
+        found[before, after] = first + _resume(cases[after], built[after], root / kind / before, state)
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardwise.checkpoint.reader import IndexReader
+from shardwise.checkpoint.reader import IndexReader, unlisted_damage
 from shardwise.checkpoint.store import SlicedTensor, load_checkpoint, tensor_state
 from shardwise.errors import CheckpointError
 from shardwise.spec.layout import ParamLayout
@@ -30,6 +30,21 @@ def test_what_was_saved_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
         dcp.save(dict(_tensors(values)), checkpoint_id=tmp_path, no_dist=True)
     load_checkpoint(tmp_path, _tensors(read), alone=True)
     assert torch.equal(read, values)
+
+
+def test_a_checkpoint_without_its_list_is_held_against_its_index(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(_tensors(torch.arange(64.0))), checkpoint_id=tmp_path, no_dist=True)
+    (data,) = tmp_path.glob("*.distcp")
+    assert unlisted_damage(tmp_path) == ""
+    size = data.stat().st_size
+    os.truncate(data, size - 1)
+    assert unlisted_damage(tmp_path) == f"its {data.name} has {size - 1} bytes of {size}"
+    data.unlink()
+    assert unlisted_damage(tmp_path) == f"it has no {data.name}"
+    (tmp_path / ".metadata").write_bytes(b"")
+    assert unlisted_damage(tmp_path) == "its .metadata is damaged (EOFError)"
 
 
 class _Runs:

@@ -96,12 +96,21 @@ def _spoilt(path: Path, how: str) -> None:
     elif how == "not JSON":
         path.write_bytes(data[:8] + b"x" * length + data[8 + length :])
     else:
-        header["x"] |= {"shape": [9]} if how == "shape" else {"dtype": "F8_E4M3"}
+        size = len(data) - 8 - length
+        header["x"] |= {
+            "shape": {"shape": [9]},
+            "dtype": {"dtype": "F8_E4M3"},
+            "before its data": {"data_offsets": [-8, size - 8]},
+        }[how]
+        if how == "before its data":
+            header["y"] = {"dtype": "F32", "shape": [2], "data_offsets": [size - 8, size]}
         text = json.dumps(header).encode().ljust(length)
         path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-@pytest.mark.parametrize("how", ["cut off", "longer", "empty", "no header", "not JSON", "shape", "dtype"])
+@pytest.mark.parametrize(
+    "how", ["cut off", "longer", "empty", "no header", "not JSON", "shape", "dtype", "before its data"]
+)
 def test_a_broken_file_is_refused_by_name(tmp_path, how):
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.zeros(4)}, path)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from shardwise import cli
 from tests.cli.wrong_configurations import WRONG, Wrong, good, make_root
 
 ROOT = Path(__file__).resolve().parents[2]
-_LIMIT_SECONDS = 5.0
+_LIMIT_SECONDS = 5.0  # of a processor: the machine is shared
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,17 @@ def _shardwise(arguments: Sequence[str], folder: Path) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
+def _child_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def _refusal(arguments: Sequence[str], folder: Path) -> str:
     """What `shardwise train` says; fails unless it is a refusal with status 2 in time."""
-    begin = time.monotonic()
+    begin = _child_seconds()
     answer = _shardwise(["train", *arguments], folder)
     assert answer.returncode == 2, answer.stderr
-    assert time.monotonic() - begin < _LIMIT_SECONDS
+    assert _child_seconds() - begin < _LIMIT_SECONDS
     assert answer.stdout == ""
     assert "Traceback" not in answer.stderr
     return answer.stderr

@@ -87,10 +87,13 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         (["--model", "qwen4-0.6b"], "Did you mean the well-known qwen3-0.6b?"),
         (["strategy.micro_batch=2"], "unknown key. Did you mean strategy.micro_batch_size?"),
         (["--html", "none/page.html"], "cannot be written to"),
+        (["--html", "page", "--output", "./page"], "is where the plan is written"),
+        (["lora.target_modules=[q_prj]"], "matches no linear layer. Names here: q_proj, k_proj"),
         (["--output", "other.txt"], "is there, and is no plan"),
         (["--fix", "tp=16"], "strategy.tp = 16: takes 16 devices, and 4 are given"),
         (["--fix", "recompute=40"], "strategy.recompute = 40: the model has 28 blocks. Use full, or at most 28"),
         (["sequence_parallel=true", "tp=1"], "strategy.tp is 1"),
+        (["tp=2", "tp_whole=0.3"], "are those of its first tables alone. Give the model's folder"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], words: str) -> None:

@@ -58,6 +58,8 @@ WRONG = [
     _row("not an integer", "train.max_steps=many", "train.max_steps = 'many'", "integer"),
     _row("degree zero", "tp=0", "strategy.tp = 0", "greater than 0"),
     _row("a sequence for no ranks", "sequence_parallel=true", "sequence_parallel = true", "tp is 1", "strategy.tp=2"),
+    _row("weights whole on no ranks", "tp_whole=0.3", "strategy.tp_whole = 0.3", "not given", "strategy.tp=2"),
+    _row("more than all weights whole", "tp=2;tp_whole=1.5", "strategy.tp_whole = 1.5", "less than or equal to 1"),
     _row("unknown optimizer", "train.optimizer=adam", "'adamw' or 'sgd'", "adamw?"),
     _row("negative learning rate", "train.learning_rate=-0.1", "train.learning_rate = -0.1"),
     _row("lora without targets", "lora.target_modules=[]", "lora.target_modules", "names no module", "q_proj"),

@@ -339,6 +339,9 @@ def test_other_forms_of_rows_follow_the_same_choice(tmp_path: Path, tokenizer: P
     completion = {"prompt": "Hello ", "completion": "Hi"}
     assert said(completion, "assistant") == said(completion, "last_turn") == "Hi</s>"
     assert said(completion, "text") == said(completion, "all_turns") == "Hello Hi</s>"
+    turns = {"prompt": conversation("user:Hello")["messages"], "completion": conversation("assistant:Hi")["messages"]}
+    assert said(turns, "assistant") == "Hi<|im_end|>\n"
+    assert said(turns, "all_turns") == "Hello<|im_end|>\nHi<|im_end|>\n"
     pair = {"question": "Hello", "answer": "Hi"}
     assert said(pair, "assistant") == "Hi<|im_end|>\n"
     assert said(pair, "all_turns") == "Hello<|im_end|>\nHi<|im_end|>\n"

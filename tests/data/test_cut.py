@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.data.cut import shorten
+from shardwise.data.cut import shorten, split
 from shardwise.data.format import IGNORED, Tokens
 
 
@@ -50,3 +52,20 @@ def test_a_cut_row_is_short_and_teaches_whole_answers(labels: str, length: int, 
     for place in cut.labels[cut.labels != IGNORED]:  # its answer is there to its end
         end = labels.find(".", int(place))
         assert set(range(int(place), len(labels) if end < 0 else end)) <= set(cut.input_ids.tolist())
+
+
+@given(st.integers(2, 40), st.integers(2, 12), st.integers(0, 1))
+def test_a_text_in_several_rows_is_predicted_once(number: int, length: int, head: int) -> None:
+    text = tokens("." * head + "x" * number, head)
+    rows = split(text, length)
+    assert rows is not None
+    assert all(2 <= len(row.input_ids) <= length for row in rows)
+    assert [place for row in rows for place in row.labels[1:].tolist()] == list(range(1, head + number))
+    for before, row in pairwise(rows):
+        assert row.input_ids[0] == (0 if head else before.input_ids[-1])
+
+
+def test_what_is_not_learned_as_a_whole_is_not_split() -> None:
+    assert split(tokens("..xx..xx"), 4) is None
+    whole = tokens("xxxxxx")
+    assert split(Tokens(whole.input_ids, whole.labels, whole.input_ids), 4) is None

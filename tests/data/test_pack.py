@@ -66,34 +66,52 @@ splits = st.builds(StepSplit, st.integers(1, 4), st.integers(1, 4), st.integers(
 
 
 @given(lengths_of_rows, splits)
-def test_a_packed_step_has_its_rows_once_in_the_shares_of_the_ranks_and_no_more_places(
+def test_a_packed_step_has_its_rows_once_and_no_more_places_than_one_rank_would_need(
     lengths: list[int], split: StepSplit
 ) -> None:
     layout = lay_out(np.array(lengths), split)
     plain = lay_out(np.array(lengths), replace(split, capacity=None))
-    for packed, apart in zip(layout.places, plain.places, strict=True):
-        assert sorted(row for rows in packed for row in rows) == [row for rows in apart for row in rows]
-        assert len(packed) <= layout.num_micro_batches * layout.micro_batch_size
+    assert sorted(row for bins in layout.places for rows in bins for row in rows) == list(range(len(lengths)))
+    places = layout.num_micro_batches * layout.micro_batch_size
+    for packed in layout.places:
+        assert len(packed) <= places
         assert all(sum(lengths[row] for row in rows) <= layout.length <= 50 for rows in packed)
     assert layout.micro_batch_size <= split.micro_batch_size
     assert split.min_micro_batches <= layout.num_micro_batches <= plain.num_micro_batches
+    fewest = -(-len(best_fit(lengths, 50)) // split.num_data_ranks)
+    assert places <= max(fewest, split.min_micro_batches) + min(layout.num_micro_batches, layout.micro_batch_size) - 1
+
+
+def test_more_data_ranks_do_not_leave_more_room() -> None:
+    lengths = np.minimum(512, np.exp(np.random.default_rng(0).normal(4.5, 0.8, 256)).astype(int) + 1)
+    rates = []
+    for ranks in (1, 2, 4, 8, 16):
+        layout = lay_out(lengths, StepSplit(1, ranks, 1, 512))
+        rates.append(lengths.sum() / layout.num_tokens)
+    assert min(rates[:4]) > 0.95
+    assert rates[-1] > 0.9  # the last of the ranks may have one place fewer to fill
 
 
 @given(lengths_of_rows, st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_packed_batches_hold_the_rows_of_the_unpacked_ones(
     lengths: list[int], size: int, micro: int, ranks: int, least: int
 ) -> None:
-    rows = rows_of(lengths)
+    rows, seen = rows_of(lengths), list[dict[bool, list[list[tuple[list[int], list[int]]]]]]()
     for rank in range(ranks):
         settings = LoaderSettings(size, micro, rank, ranks, least, log_rows=True)
         plain, packed = (Loader(rows, replace(settings, packing=on, pack_length=45)) for on in (False, True))
         assert plain.num_steps(2) == packed.num_steps(2)
+        seen.append({False: [], True: []})
         for one, other in itertools.islice(zip(plain.batches(), packed.batches(), strict=False), plain.num_steps(2)):
             same = ("num_tokens", "num_input_tokens", "num_rows", "rows", "row_hashes", "epoch", "step_in_epoch")
             for name in (*same, "next_state"):
                 assert getattr(one, name) == getattr(other, name)
-            assert sorted(documents(one)) == sorted(documents(other))
+            seen[-1][False].append(documents(one))
+            seen[-1][True].append(documents(other))
             assert 0 < other.fill_rate <= 1
+    for step in range(plain.num_steps(2)):  # over all ranks: which of them has a row is packing's to choose
+        apart, together = ([text for rank in seen for text in rank[on][step]] for on in (False, True))
+        assert sorted(apart) == sorted(together)
 
 
 def test_every_rank_finds_the_same_shape_and_the_fill_rate_counts_all_of_them() -> None:

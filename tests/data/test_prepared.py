@@ -6,21 +6,25 @@ import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import PreTrainedTokenizerFast
 
 from shardwise.data import child, prepared
 from shardwise.data.mixing import combine, mixed, split_off
-from shardwise.data.prepared import find_prepared, key_of, open_prepared, prepare, size_of
+from shardwise.data.prepared import find_prepared, keep_tokenizer, key_of, open_prepared, prepare, size_of
 from shardwise.data.rows import Rows, Source, load_rows
 from shardwise.errors import ConfigError
+from shardwise.models.tokenizer import load_tokenizer
 from shardwise.spec.rules import parse_run
 from tests.data.helpers import make_tokenizer, write
 
@@ -70,7 +74,9 @@ def test_what_tokens_depend_on_names_them(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", TALKS[:3])
     keys = {key_of(source(model, path))}
     assert keys == {key_of(source(model, path, shuffle=False, seed=3, drop_last=True))}
-    for name, value in [("max_length", 20), ("max_samples", 2), ("on_long", "drop")]:
+    # Rows that are refused are in no folder: what is left out and what is refused go by one name.
+    assert keys == {key_of(source(model, path, on_bad_rows="skip", on_long="drop"))}
+    for name, value in [("max_length", 20), ("max_samples", 2), ("on_long", "truncate")]:
         keys.add(key_of(source(model, path, **{name: value})))
     write(path, TALKS[1:4])
     keys.add(key_of(source(model, path)))
@@ -79,7 +85,44 @@ def test_what_tokens_depend_on_names_them(model: Path, tmp_path: Path) -> None:
     template.write_text("{{ messages }}")
     keys.add(key_of(source(model, path)))
     template.write_text(before)
-    assert len(keys) == 6
+    more = model / "words.of_a_class_of_its_own"
+    more.write_text("a")
+    keys.add(key_of(source(model, path)))
+    more.unlink()
+    (model / "model.safetensors").write_bytes(b"weights")
+    keys.add(key_of(source(model, path)))
+    (model / "model.safetensors").unlink()
+    assert len(keys) == 7
+
+
+def test_a_look_at_rows_and_a_run_share_a_folder_unless_the_run_refuses_what_the_look_left_out(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, cache = write(tmp_path / "good.jsonl", TALKS[:3]), tmp_path / "cache"
+    looked = prepare(source(model, good, on_bad_rows="skip", on_long="drop"), cache, processes=1)
+    assert find_prepared(source(model, good), cache) == looked
+    bad = write(tmp_path / "bad.jsonl", [*TALKS[:3], {"messages": []}])
+    looked = prepare(source(model, bad, on_bad_rows="skip", on_long="drop"), cache, processes=1)
+    assert find_prepared(source(model, bad), cache) is None
+    with pytest.raises(ConfigError, match=r"bad.jsonl:4: the conversation is empty"):
+        prepare(source(model, bad), cache, processes=1)
+    assert find_prepared(source(model, bad, on_bad_rows="skip"), cache) == looked
+
+
+def test_a_tokenizer_of_a_script_is_kept_where_it_is_read_again_as_it_is(tmp_path: Path) -> None:
+    own = make_tokenizer()
+    folder = keep_tokenizer(own, tmp_path)
+    assert load_tokenizer(folder)("Hello")["input_ids"] == own("Hello")["input_ids"]
+    assert keep_tokenizer(make_tokenizer(), tmp_path) == folder
+    assert keep_tokenizer(make_tokenizer(None), tmp_path) != folder
+    assert len(list((tmp_path / "tokenizers").iterdir())) == 2
+
+    class Other(PreTrainedTokenizerFast):
+        """What a script defines is not found by its name."""
+
+    other = Other(tokenizer_object=own.backend_tokenizer, eos_token="</s>")
+    with pytest.raises(ConfigError, match="tokenizer = Other"):
+        keep_tokenizer(other, tmp_path)
 
 
 def test_a_large_file_is_hashed_once_and_again_when_it_is_touched(
@@ -127,6 +170,7 @@ def test_jobs_that_start_at_once_prepare_once_and_a_refusal_leaves_nothing(model
         "sizes": [given.vocab_size, 64, None],
         "cache": str(cache),
         "processes": 1,
+        "parent": os.getpid(),
     }
     command = [sys.executable, "-m", "shardwise.data.child"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -135,7 +179,7 @@ def test_jobs_that_start_at_once_prepare_once_and_a_refusal_leaves_nothing(model
         assert job.stdin is not None
         job.stdin.write(json.dumps(request).encode())
         job.stdin.close()
-    answers = [json.loads(job.stdout.read()) for job in jobs if job.stdout]
+    answers = [json.loads(job.stdout.read().splitlines()[-1]) for job in jobs if job.stdout]
     assert [job.wait() for job in jobs] == [0, 0]
     (folder,) = cache.iterdir()
     assert answers == [{"folder": str(folder)}] * 2
@@ -144,6 +188,38 @@ def test_jobs_that_start_at_once_prepare_once_and_a_refusal_leaves_nothing(model
     with pytest.raises(ConfigError, match=r"d.jsonl:4: the conversation is empty"):
         prepare(source(model, path), cache, processes=1)
     assert list(cache.iterdir()) == [folder]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_child_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals, model: Path) -> None:
+    line = json.dumps({"input_ids": list(range(100))}) + "\n"
+    (tmp_path / "d.jsonl").write_text(line * 60_000, encoding="utf-8")
+    given = source(model, tmp_path / "d.jsonl", max_length=64, on_long="split")
+    request = {
+        "run": given.run.model_dump(mode="json", by_alias=True),
+        "path": given.name,
+        "sizes": [given.vocab_size, None, None],
+        "cache": str(tmp_path / "cache"),
+        "processes": 2,
+        "parent": os.getpid(),
+    }
+    command = [sys.executable, "-m", "shardwise.data.child"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+        job.stdin.write(json.dumps(request).encode())
+        job.stdin.close()
+        assert "rows" in json.loads(job.stdout.readline())
+        pool = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        assert len(pool) == 2
+        job.send_signal(number)
+        job.send_signal(number)  # as a terminal and a launcher do
+        assert job.wait(20) == (130 if number is signal.SIGINT else -signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while left := [process for process in pool if Path(f"/proc/{process}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_a_large_source_is_prepared_in_a_child_whose_refusal_comes_back(

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.data.detect import PAIR_KEYS
 from shardwise.data.rows import name_lines, name_rows, num_supervised, row_hash
 from shardwise.errors import ConfigError
-from tests.data.helpers import load, make_row, write
+from shardwise.spec.run import COLUMNS
+from tests.data.helpers import load, make_row, make_tokenizer, write
 
 
 def refusal(path: Path, **given: Any) -> str:
@@ -164,6 +166,42 @@ def test_rows_beyond_the_limit_are_refused_truncated_or_dropped(tmp_path: Path) 
     assert "2 rows longer" in said[0]
     assert "dropped" in said[0]
     assert len(load(path, max_positions=6)) == 3
+
+
+def test_long_texts_are_split_and_long_conversations_are_refused(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(adds_bos=True), list[str]()
+    document = "Write a poem about the sea. " * 9
+    path = write(tmp_path / "d.jsonl", [{"text": "Hello"}, {"text": document}])
+    rows = load(path, len(tokenizer), tokenizer=lambda: tokenizer, max_length=16, on_long="split", notify=said.append)
+    assert [row.line for row in rows] == [1, *[2] * (len(rows) - 1)]
+    assert len(rows) > 3
+    assert all(row.input_ids[0] == tokenizer.bos_token_id and len(row.input_ids) <= 16 for row in rows)
+    whole = [token for row in rows[1:] for token in row.input_ids[1:].tolist()]
+    assert tokenizer.decode(whole) == document + "</s>"
+    assert said == [f"{path}: 1 texts longer than data.max_length = 16 split, the first on line 2"]
+    talk = {"messages": [{"role": "user", "content": document}, {"role": "assistant", "content": "Hi"}]}
+    with pytest.raises(ConfigError, match=r"d\.jsonl:1: \d+ tokens are more .*half of a conversation has no answer"):
+        load(write(path, [talk]), len(tokenizer), tokenizer=lambda: tokenizer, max_length=16, on_long="split")
+
+
+def test_columns_are_read_under_the_names_that_are_given_to_them(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(), list[str]()
+    row = {"q": "Hello", "instruction": "not this", "output": "nor this", "reply": "Hi", "rules": "Be kind."}
+    given: dict[str, Any] = {"tokenizer": lambda: tokenizer, "notify": said.append}
+    given["columns"] = {"prompt": "q", "response": "reply", "system": "rules"}
+    path = write(tmp_path / "d.jsonl", [row, {"q": "Hello", "reply": "Hi"}])
+    first, second = load(path, len(tokenizer), **given)
+    assert "not this" not in tokenizer.decode(first.input_ids)
+    assert tokenizer.decode(first.input_ids).startswith("<|im_start|>system\nBe kind.<|im_end|>\n")
+    assert tokenizer.decode(second.labels[second.labels != -100]) == "Hi<|im_end|>\n"
+    assert said == [f"{path}: columns with text that are not used: instruction, output"]
+    with pytest.raises(ConfigError, match=r"d\.jsonl:2: has no column 'reply', which data\.columns names as response"):
+        load(write(path, [row, {"q": "Hello"}]), len(tokenizer), **given)
+
+
+def test_every_column_that_formats_know_can_be_given() -> None:
+    assert {name for keys in PAIR_KEYS for name in keys} <= set(COLUMNS)
+    assert {"text", "messages", "conversations", "input_ids"} <= set(COLUMNS)
 
 
 def test_a_set_without_any_supervised_token_is_refused_and_a_single_row_is_not(tmp_path: Path) -> None:

@@ -229,9 +229,25 @@ def test_calls_are_learned_in_the_form_that_the_template_gives_them(tokenizers: 
     assert "22" not in said.replace("It is 22.", "")
 
 
-def test_a_template_that_ends_earlier_turns_otherwise_is_refused_but_for_its_last_turn(
+def test_a_template_that_ends_earlier_turns_otherwise_teaches_the_end_at_which_a_server_stops(
     tokenizers: dict[str, Any],
 ) -> None:
-    with pytest.raises(BadRow, match=r"turn 2 \(assistant\) cannot be found.*data.loss=last_turn"):
-        learned(tokenizers["qwen"], "gptoss", {"messages": MANY})
-    assert learned(tokenizers["qwen"], "gptoss", {"messages": MANY}, loss="last_turn").endswith("So.<|return|>")
+    spoken = [f"<|channel|>final<|message|>{words}<|return|>" for words in ("Hi there 😀.", "今天天气很好。", "So.")]
+    assert learned(tokenizers["qwen"], "gptoss", {"messages": MANY}, loss="last_turn") == spoken[-1]
+    tokenizer = with_marks(tokenizers["qwen"], template("gptoss"))
+    tokens = ChatEncoder(tokenizer, template("gptoss"))({"messages": MANY})
+    assert tokenizer.decode(tokens.labels[tokens.labels != IGNORED]) == "".join(spoken)
+    stop, goes_on = tokenizer.convert_tokens_to_ids(["<|return|>", "<|end|>"])
+    stops = tokens.labels == stop
+    assert tokens.input_ids[stops].tolist() == [goes_on, goes_on, stop]
+    rest = ~stops & (tokens.labels != IGNORED)
+    assert (tokens.labels[rest] == tokens.input_ids[rest]).all()
+    with pytest.raises(BadRow, match="is no token of its own"):
+        ChatEncoder(tokenizers["byte-level"], template("gptoss"))({"messages": MANY})
+
+
+def test_a_turn_without_an_end_ends_with_the_mark_of_the_next_one(tokenizers: dict[str, Any]) -> None:
+    said = learned(tokenizers["qwen"], "glm4moe", {"messages": MANY})
+    ends = ("<|user|>", "<|user|>", "<|im_end|>")  # the last is the tokenizer's end of a text
+    words = ("Hi there 😀.", "今天天气很好。", "So.")
+    assert said == "".join(f"\n<think></think>\n{one}{end}" for one, end in zip(words, ends, strict=True))

@@ -79,7 +79,7 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def seconds_until_gone(job: Job, limit: float = 3.0) -> float:
+def seconds_until_gone(job: Job, limit: float = 30.0) -> float:
     """How long processes of the job are still there; fails after ``limit``."""
     start = time.monotonic()
     while left := job.pids():
@@ -110,7 +110,7 @@ def command(output_dir: Path, *arguments: str, **variables: str) -> Iterator[Job
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue
-        process.wait(10)
+        process.wait(LIMIT_SECONDS)
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

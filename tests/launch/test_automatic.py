@@ -115,7 +115,8 @@ def test_processes_that_are_there_already_are_as_many_as_the_plan_has_devices(ro
     """Under another launcher nobody could start fewer."""
     tree = {"model": str(root / "tiny"), "data": {"train": str(root / "rows.jsonl")}, "cluster": "cpu"}
     tree |= {"device": "cpu", "output_dir": str(root / "there"), "train": {"global_batch_size": 24}}
-    worker = SimpleNamespace(place=SimpleNamespace(world_size=5), store=SimpleNamespace(agree=lambda make: make()))
+    store = SimpleNamespace(agree=lambda make: make())
+    worker = SimpleNamespace(place=SimpleNamespace(world_size=5), store=store, has_worked_in=lambda folder: False)
     with pytest.raises(PlanError, match=r"5 processes: the fastest plan is for 4 devices\. Start 4"):
         _agree(cast(ScriptWorker, worker), tree, [], None)
     assert not (root / "there" / "run.yaml").exists()

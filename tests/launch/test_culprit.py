@@ -127,11 +127,11 @@ def test_errors_are_written_and_read_and_torn_files_are_left_out(tmp_path: Path)
 
 def test_the_deaths_that_another_machine_saw_are_read_and_those_of_an_earlier_run_removed(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert read_deaths(tmp_path) == {}
+    assert read_deaths(tmp_path) == []
     write_deaths(tmp_path, 1, {3: -9, 2: 1})
     write_deaths(tmp_path, 2, {5: -6})
-    assert read_deaths(tmp_path) == {3: -9, 2: 1, 5: -6}
+    assert read_deaths(tmp_path) == [{3: -9, 2: 1}, {5: -6}]
     remove_errors(tmp_path, 1, 6)
-    assert read_deaths(tmp_path) != {}
+    assert read_deaths(tmp_path) != []
     remove_errors(tmp_path, 0, 6)
-    assert read_deaths(tmp_path) == {}
+    assert read_deaths(tmp_path) == []

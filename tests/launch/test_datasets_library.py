@@ -11,6 +11,7 @@ import pytest
 from shardwise.spec.tolerance import FP32_LOSS
 from tests.fixtures import make_model, make_rows
 from tests.launch.test_scripts import STEPS, TRAIN, losses, script
+from tests.long import EVERYTHING
 from tests.parallel.harness import Case, reference, strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -63,7 +64,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("train", ["table", "stream", "table.with_format('numpy')"])
+@pytest.mark.parametrize("train", ["stream", "table.with_format('numpy')", *(["table"] if EVERYTHING else [])])
 def test_the_losses_are_those_of_the_same_rows_in_one_process(
     inputs: Path, tmp_path: Path, kind: str, train: str
 ) -> None:

@@ -16,8 +16,10 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import describing
 from shardwise.launch.describe import main
 from shardwise.launch.describing import model_of, run_child
+from shardwise.launch.planning import make_job
 from shardwise.models.describe import describe_folder
-from shardwise.spec.described import DescriptionCache
+from shardwise.planner.shape import Shape, model_costs
+from shardwise.spec.described import DescriptionCache, Manner
 from tests.fixtures import make_rows
 from tests.spec.model_folder import make_folder
 from tests.train.runs import run
@@ -38,6 +40,7 @@ def _make(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_child_answers_once_and_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, environ = _make(tmp_path / "m", "gpt_neo"), os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     spec = model_of(folder, environ)
@@ -80,6 +83,26 @@ def test_what_the_child_refuses_is_refused(
     assert refused["kind"] == "ConfigError"
     for word in words:
         assert word in f"{refused['value']} {refused['rule']}"
+
+
+def test_eager_attention_has_costs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, environ = make_folder(tmp_path / "m"), {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    answer, asked = model_costs(Shape("tiny", 4, 32, 4, 2, 8, 48, 132), (1,)).to_json(), []
+
+    def child(arguments: list[str], _environ: Any) -> Any:
+        asked.append(arguments[1:])
+        return answer
+
+    monkeypatch.setattr(describing, "run_child", child)
+    for manner in (Manner(), Manner(eager=True), Manner(whole=0.5), Manner(True, 0.5)):
+        describing.costs_of(folder, environ, manner)
+    assert asked == [
+        ["--costs", *more] for more in ([], ["--eager"], ["--whole", "0.5"], ["--eager", "--whole", "0.5"])
+    ]
+    assert len({manner.kind for manner in (Manner(), Manner(eager=True), Manner(whole=0.5), Manner(True, 0.5))}) == 4
+    tree = {"model": "llama2-7b", "cluster": "a100-80gb", "devices": 2, "attn_implementation": "eager"}
+    with pytest.raises(ConfigError, match="the costs of the well-known llama2-7b are those of sdpa"):
+        make_job(tree, environ)
 
 
 def test_a_refusal_and_a_death_of_the_child_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from shardwise.data.readers import files_of, read_records
 from shardwise.errors import ConfigError
-from shardwise.launch.hub import locate_model
+from shardwise.launch.hub import locate_model, locate_rows
 from tests.spec.model_folder import make_folder
 
 COMMIT = "0" * 40
@@ -117,3 +122,58 @@ def test_a_path_is_not_asked_of_the_hub(hub: list[str], name: str) -> None:
     with pytest.raises(ConfigError, match="no such model folder"):
         locate_model(name, None)
     assert hub == []
+
+
+class Fetched:
+    """A table of the library datasets, as far as it is used."""
+
+    def __init__(self, content: str) -> None:
+        self._fingerprint, self._content = content, content
+
+    def save_to_disk(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "part.jsonl").write_text(json.dumps({"text": self._content}) + "\n")
+
+
+def test_a_data_set_of_a_hub_is_fetched_once_for_each_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    library = ModuleType("datasets")
+    library.__spec__ = ModuleSpec("datasets", None)
+
+    def load_dataset(name: str, split: str) -> Fetched:
+        asked.append((name, split))
+        if split == "nowhere":
+            raise ValueError('Unknown split "nowhere"')
+        return Fetched(f"{name} {split}")
+
+    library.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.chdir(tmp_path)
+    first, again, other = (
+        locate_rows("data.train", name, None, tmp_path / "cache")
+        for name in ("somebody/rows", "somebody/rows:train", "somebody/rows:test")
+    )
+    assert first == again != other
+    assert asked == [("somebody/rows", "train"), ("somebody/rows", "train"), ("somebody/rows", "test")]
+    assert [record.value for record in read_records(files_of(Path(other))[0])] == [{"text": "somebody/rows test"}]
+    assert len(list((tmp_path / "cache" / "hub").iterdir())) == 2
+    with pytest.raises(ConfigError, match=r"data.train = 'somebody/rows:nowhere'.*Unknown split.*HF_ENDPOINT"):
+        locate_rows("data.train", "somebody/rows:nowhere", None, tmp_path / "cache")
+
+
+def test_a_data_set_lies_in_a_folder_of_models_or_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "data/rows.jsonl", "a/b/c", "/a/b"):  # names of files
+        assert locate_rows("data.train", name, None, None) == name
+    with pytest.raises(ConfigError, match=r"data.eval = 'somebody/rows'.*pip install datasets"):
+        locate_rows("data.eval", "somebody/rows", None, None)
+    held = tmp_path / "models" / "rows"
+    held.mkdir(parents=True)
+    (held / "test.jsonl").write_text("{}")
+    assert locate_rows("data.eval", "somebody/rows:test", tmp_path / "models", None) == str(held / "test.jsonl")
+    with pytest.raises(ConfigError, match=r"neither a folder nor a file train \(it holds test.jsonl\)"):
+        locate_rows("data.train", "somebody/rows", tmp_path / "models", None)

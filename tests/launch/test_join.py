@@ -28,7 +28,12 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[JobStore]:
         yield shared, 0, NUM_RANKS
 
     monkeypatch.setattr(join, "rendezvous", rendezvous)
-    return [JobStore(Place(rank, rank, NUM_RANKS, True), timedelta(seconds=0.5)) for rank in range(NUM_RANKS)]
+    return [JobStore(Place(rank, rank, NUM_RANKS, True), timedelta(seconds=60)) for rank in range(NUM_RANKS)]
+
+
+def _in_a_hurry(stores: list[JobStore]) -> None:
+    for store in stores:
+        store._timeout = timedelta(seconds=0.3)
 
 
 def _meet(stores: list[JobStore], *calls: str) -> list[str]:
@@ -51,6 +56,7 @@ def test_ranks_that_all_come_go_on_time_after_time(stores: list[JobStore]) -> No
 
 
 def test_those_that_do_not_come_in_time_are_named(stores: list[JobStore]) -> None:
+    _in_a_hurry(stores)
     told = _meet(stores, "train()")
     assert told == [
         "train() on rank 0: rank 1, 2 did not come within 0 s. Call it on every rank: each holds a part of the model"
@@ -65,7 +71,6 @@ def test_one_that_has_ended_its_script_is_not_waited_for(stores: list[JobStore])
 
 
 def test_one_that_has_come_and_then_left_is_no_reason(stores: list[JobStore]) -> None:
-    stores[1]._timeout = timedelta(seconds=30)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(stores[1].meet, "train()")
         while not stores[1]._store.check(["meeting/0/1"]):  # it has come
@@ -76,6 +81,7 @@ def test_one_that_has_come_and_then_left_is_no_reason(stores: list[JobStore]) ->
 
 
 def test_two_different_calls_are_refused(stores: list[JobStore]) -> None:
+    _in_a_hurry(stores)
     _meet(stores, "train()")
     (told,) = _meet([stores[1]], "save_model()")
     assert told == "save_model() on rank 1: another rank calls train(). Call the same on every rank"
@@ -84,7 +90,8 @@ def test_two_different_calls_are_refused(stores: list[JobStore]) -> None:
 def test_a_long_wait_is_told(
     stores: list[JobStore], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(join, "_SILENT_SECONDS", 0.1)
+    _in_a_hurry(stores)
+    monkeypatch.setattr(join, "_SILENT_SECONDS", 0.0)
     _meet(stores, "train()")
     assert capsys.readouterr().err == "train(): waiting for rank 1, 2\n"
 

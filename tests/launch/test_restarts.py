@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from shardwise.config import apply_overrides, dump_yaml, load_yaml
 from shardwise.launch import resolve, restarts
 from shardwise.launch.agent import Outcome, Work
+from shardwise.launch.alive import Alive
 from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import prepare, write_run
+from shardwise.launch.script import Script, outputs_of, point_to
 from shardwise.spec.plan import Plan
 from shardwise.train.context import Restart
 from tests.checkpoint.fakes import fake_checkpoint
@@ -70,7 +73,8 @@ def test_a_run_is_planned_anew_for_the_devices_that_are_left(
     work: Work, monkeypatch: pytest.MonkeyPatch, left: int, used: int
 ) -> None:
     """Three do not divide the batch of eight rows, which stays."""
-    monkeypatch.setattr(restarts, "devices_left", lambda work: left)
+    living = Alive("cuda", tuple(map(str, range(left))))
+    monkeypatch.setattr(restarts, "living_devices", lambda work: living)
     outcome, seen = _attempts([FAILED, DONE], work)
     assert outcome is DONE
     assert [devices for devices, _ in seen] == [4, used]
@@ -82,7 +86,7 @@ def test_a_strategy_that_does_not_fit_what_is_left_ends_the_job(work: Work, monk
     path = work.folder / "run.yaml"
     tree = load_yaml(path)
     path.write_text(dump_yaml(tree | {"filled": [key for key in tree["filled"] if key != "strategy.dp_shard"]}))
-    monkeypatch.setattr(restarts, "devices_left", lambda work: 2)
+    monkeypatch.setattr(restarts, "living_devices", lambda work: Alive("cuda", ("0", "1")))
     outcome, seen = _attempts([FAILED, DONE], work)
     assert len(seen) == 1
     assert outcome.message is not None
@@ -101,7 +105,44 @@ def test_a_run_that_is_planned_anew_before_its_first_save_keeps_what_it_began_fr
     (work.folder / "metrics.jsonl").write_text("")
     if saved is not None:
         fake_checkpoint(work.folder / "checkpoints", saved, {"train": {}, "identity": {}})
-    monkeypatch.setattr(restarts, "devices_left", lambda work: 2)
+    monkeypatch.setattr(restarts, "living_devices", lambda work: Alive("cuda", ("0", "1")))
     monkeypatch.setattr(resolve, "check_resume", lambda *arguments: None)
     assert _attempts([FAILED, DONE], work)[0] is DONE
     assert load_yaml(path)["resume"] == (resume or named)
+
+
+def test_what_is_left_is_what_the_workers_see(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough are left, but the first one, which the first worker would take, is lost."""
+    alive = Alive("cuda", ("1", "2", "3", "4"), lost=("0",))
+    monkeypatch.setattr(restarts, "living_devices", lambda work: alive)
+    going_on = restarts.with_devices_left(work)
+    assert (going_on.devices, going_on.variables) == (4, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
+
+
+@pytest.mark.parametrize(("left", "rule"), [(("0", "1"), "started again on as many as before"), ((), "none can go on")])
+def test_a_script_goes_on_with_all_its_devices_or_not_at_all(
+    work: Work, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], rule: str
+) -> None:
+    monkeypatch.setattr(restarts, "living_devices", lambda work: Alive("cuda", left))
+    point_to(work.start, work.start)
+    outcome, seen = _attempts([FAILED, DONE], replace(work, target=Script("train.py")))
+    assert len(seen) == 1
+    assert f"no restart: {len(left)} of 4 devices are left: " in str(outcome.message)
+    assert rule in str(outcome.message)
+
+
+def test_a_script_may_fail_before_it_says_how_often(tmp_path: Path) -> None:
+    """What the command line has preset counts until there is an output folder, and that folder's run.yaml then."""
+    (tmp_path / "logs").mkdir()
+    work = Work(tmp_path, Script("train.py"), 2, restarts=1)
+    outcome, seen = _attempts([FAILED, FAILED], work)
+    assert (outcome, len(seen)) == (FAILED, 2)
+    assert restarts.allowed_restarts(Work(tmp_path, Script("train.py"), 2)) == 0
+    for name, number in (("a", 3), ("b", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.yaml").write_text(f"restarts: {number}\n")
+        point_to(tmp_path, tmp_path / name)
+        assert restarts.allowed_restarts(work) == number
+    assert [path.name for path in outputs_of(tmp_path)] == ["a", "b"]
+    point_to(tmp_path, tmp_path / "a")
+    assert work.folder == tmp_path / "a"

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from shardwise.launch.row_length import row_tokens
+from shardwise.launch.planning import make_job
+from shardwise.launch.row_length import row_length
+from shardwise.planner.explain import answer
+from shardwise.planner.search import search
+from shardwise.planner.shape import Shape, model_costs
 from shardwise.spec.rules import parse_run
+from tests.spec.model_folder import make_folder
 
 
 def tokens(path: Path | str, positions: int = 4096, **data: Any) -> int:
-    return row_tokens(parse_run({"model": "m", "data": {"train": str(path), **data}}), positions)
+    return row_length(parse_run({"model": "m", "data": {"train": str(path), **data}}), positions).tokens
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -42,3 +48,24 @@ def test_rows_that_cannot_be_read_here_count_as_usual_ones(tmp_path: Path, conte
     path.write_text(content, encoding="utf-8")
     assert tokens(path) == 512
     assert tokens("<train_dataset>") == 512
+
+
+def test_plans_of_devices_that_are_not_here_look_at_the_rows_too(tmp_path: Path) -> None:
+    """One rule: with data their rows, else what is given, else a usual length; and the answer says which it was."""
+    model, rows = make_folder(tmp_path / "model"), write(tmp_path / "rows.jsonl", [{"input_ids": [1] * 24}])
+    tree: dict[str, Any] = {"model": str(model), "cluster": "a100-80gb", "devices": 2}
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    costs = model_costs(Shape("tiny", 4, 32, 4, 2, 8, 48, 132), (1, 2))
+    for data, wanted, source in (
+        ({"train": str(rows)}, 24, "the longest of the first 200 rows"),
+        ({"train": str(rows), "max_length": 16}, 16, "data.max_length"),
+        ({"max_length": 32}, 32, "data.max_length, since no data are given"),
+        ({}, 64, "the positions of the model, since no data are given"),
+    ):
+        with mock.patch("shardwise.launch.planning.costs_of", return_value=costs):
+            job = make_job(tree | {"data": data, "train": {"global_batch_size": 8}}, environ)
+        assert (job.work.sequence, job.sequence_from) == (wanted, source)
+        told = answer(job, search(job, 1))
+        assert (told["sequence_length"], told["sequence_length_from"]) == (wanted, source)
+    usual = row_length(parse_run({"model": "m"}, planned=True), 131072)
+    assert usual.tokens == 4096

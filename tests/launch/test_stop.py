@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch import stop
 from shardwise.launch.stop import ErrorChannel, StopChannel, StopListener
 from tests.launch.jobs import LAUNCHER, command, launched, prepare
 
@@ -53,8 +54,9 @@ def test_a_request_is_seen_at_the_other_end() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_store_that_is_gone_is_not_looked_for_long() -> None:
+def test_a_store_that_is_gone_is_not_looked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of another machine would wait for the store of machine 0, which has ended, for minutes."""
+    monkeypatch.setattr(stop, "_LAST_WORDS_SECONDS", 1.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,6 +110,6 @@ def test_a_stop_that_does_not_end_in_time_fails(tmp_path: Path) -> None:
     with launched(tmp_path, "forever", num_ranks=2, grace_seconds=0.5) as job:
         job.rank_pids(2)
         job.process.terminate()
-        assert job.wait(10) == 3
+        assert job.wait(50) == 3, "the ranks would go on for a minute"
     assert "did not save and leave within save.grace_seconds = 0.5" in job.stderr
     assert (job.status()["state"], job.status()["exit_code"]) == ("failed", 3)

@@ -111,7 +111,7 @@ def test_a_worker_goes_on_where_no_file_can_be_made(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_65b_a_rank_that_hangs_is_named_with_step_and_stack(tmp_path: Path) -> None:
-    with launched(tmp_path, "rank_1_sleeps", **{TIMEOUT_VARIABLE: "2"}) as job:
+    with launched(tmp_path, "rank_1_sleeps", **{TIMEOUT_VARIABLE: "4"}) as job:
         assert job.wait() == 3
     message = job.status()["error"]
     assert message.startswith("rank 1 hangs in step 3, outside of any collective: rank_1_sleeps (targets.py:")

@@ -13,6 +13,8 @@ from shardwise.measure.samples import (
 )
 
 RATE, HALF, BANDWIDTH, OPERATOR, LATENCY, WIRE = 4e10, 40.0, 8e9, 5e-6, 2e-4, 1.5e9
+SEND = WIRE / 4  # slower than collectives, which it must not slow down in the planner
+SCATTER = 2.5  # times as long as a gather
 ATTENTION = 0.4
 SHAPES = ((64, 64, 64), (128, 128, 128), (512, 256, 512), (512, 512, 2048), (1024, 1024, 1024))
 SIZES = (2**12, 2**17, 2**20, 2**24)
@@ -32,9 +34,9 @@ def attention(length: int, head_dim: int, peak: float) -> AttentionSample:
 
 def collective(op: str, ranks: int, num_bytes: int) -> CollectiveSample:
     if op == "send":
-        return CollectiveSample(op, ranks, num_bytes, LATENCY + num_bytes / (2 * WIRE))
-    times = 2 if op == "all_reduce" else 1
-    seconds = times * (LATENCY * math.log2(ranks) + num_bytes * (ranks - 1) / ranks / WIRE)
+        return CollectiveSample(op, ranks, num_bytes, LATENCY / 2 + num_bytes / SEND)
+    times = {"all_reduce": 2, "reduce_scatter": SCATTER}.get(op, 1)
+    seconds = times * (LATENCY * (ranks - 1) + num_bytes * (ranks - 1) / ranks / WIRE)
     return CollectiveSample(op, ranks, num_bytes, seconds)
 
 

@@ -28,16 +28,17 @@ def test_every_number_is_found_again() -> None:
     assert fits["elementwise"].values["bandwidth"] == pytest.approx(made.BANDWIDTH)
     assert fits["collectives"].values["latency"] == pytest.approx(made.LATENCY, rel=1e-3)
     assert fits["collectives"].values["bandwidth"] == pytest.approx(made.WIRE, rel=1e-3)
-    assert fits["send"].values["bandwidth"] == pytest.approx(2 * made.WIRE, rel=1e-3)
+    assert fits["send"].values["bandwidth"] == pytest.approx(made.SEND, rel=1e-3)
+    assert fits["reduce_scatter"].values["factor"] == pytest.approx(made.SCATTER, rel=1e-3)
     assert fits["attention"].values["efficiency"] == pytest.approx(made.ATTENTION, rel=0.03)
     assert max(fitted.error for name, fitted in fits.items() if name != "elementwise") < 0.03
 
 
 def test_a_sample_that_was_disturbed_moves_nothing() -> None:
     samples = made.made_samples()
-    wire = [one for one in samples.collectives if one.op != "send"]
+    wire = [one for one in samples.collectives if one.op in ("all_reduce", "all_gather")]
     slow = [replace(one, seconds=one.seconds * (10 if number == 3 else 1)) for number, one in enumerate(wire)]
-    assert fit_collectives(slow).values["latency"] == pytest.approx(made.LATENCY, rel=0.01)
+    assert fit_collectives(slow, ring=True).values["latency"] == pytest.approx(made.LATENCY, rel=0.01)
     products = [one for one in samples.products if one.precision == "fp32"]
     disturbed = [replace(one, seconds=one.seconds * (3 if one is products[2] else 1)) for one in products]
     assert fit_products(disturbed).values["rate"] == pytest.approx(made.RATE, rel=0.05)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import ConfigError
+from shardwise.launch import measuring
 from shardwise.launch.measuring import cluster_of, keep, known, measured_here
 from shardwise.launch.planning import find_cluster, save_profile
 from shardwise.measure.samples import Samples
@@ -75,6 +80,49 @@ def test_what_is_kept_is_found_and_the_full_one_first(tmp_path: Path) -> None:
         file.write_text("{")
     assert known(3, environ) is None
     assert keep(quick, {}) is None
+
+
+def test_a_stopped_measurement_is_no_failure_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(measuring, "launch", lambda *_, **__: 130)
+    with pytest.raises(SystemExit) as stopped:
+        measuring.measure(2, "quick")
+    assert stopped.value.code == 130
+    assert list(tmp_path.iterdir()) == []
+    # Of a planned run: its child is told, and has the time to clean up.
+    child = f"""
+import pathlib, sys, time
+mine = pathlib.Path({str(tmp_path)!r}, "mine")
+mine.touch()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    mine.unlink()
+"""
+    timer = threading.Thread(target=_interrupt_when, args=(tmp_path / "mine",))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        measuring._run_child([sys.executable, "-c", child], os.environ)
+    timer.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _interrupt_when(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_machine_of_many_cores_is_measured_with_as_many_processes_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "available_cores", lambda: 384)
+    monkeypatch.setattr(measuring, "keep", lambda *_: None)
+    asked: list[int] = []
+    monkeypatch.setattr(measuring, "measure", lambda number, _: asked.append(number) or made_samples(2))
+    measured_here(None, "quick", {}, show=False)
+    assert asked == [256]
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:

@@ -11,18 +11,20 @@ import torch
 
 from shardwise.spec import tolerance
 from shardwise.testing import RankError, run_distributed
+from tests.long import EVERYTHING
 from tests.parallel.harness import Outcome, RankPart, assemble, compare, run_cases
 
 Run = Callable[[int, list[Any]], Sequence[RankPart]]
 
 
 class Table:
-    """Cases by key; what each comes to is found together with the others of its world size and kind.
+    """Cases by key; what each comes to is found together with the others of its world size.
 
-    A run that fails is not started again for each of its rows: its error is that of all of them.
+    Where every row is asked for, those of different kinds run apart: together they would take minutes. A run that
+    fails is not started again for each of its rows: its error is that of all of them.
 
     Args:
-        cases: by key; the last part of a key names the kind, rows of different kinds run apart.
+        cases: by key; the last part of a key names the kind.
         run: runs a list of cases on a rank.
     """
 
@@ -31,15 +33,18 @@ class Table:
         self._together = cache(self._run_together)
 
     def __getitem__(self, key: tuple[str, ...]) -> Outcome:
-        found = self._together(self.cases[key].strategy.world_size, key[-1])
+        found = self._together(self._group(key))
         if isinstance(found, RankError):
             raise found
         return found[key]
 
-    def _run_together(self, world_size: int, kind: str) -> dict[tuple[str, ...], Outcome] | RankError:
-        cases = {k: c for k, c in self.cases.items() if k[-1] == kind and c.strategy.world_size == world_size}
+    def _group(self, key: tuple[str, ...]) -> tuple[int, str]:
+        return self.cases[key].strategy.world_size, key[-1] if EVERYTHING else ""
+
+    def _run_together(self, group: tuple[int, str]) -> dict[tuple[str, ...], Outcome] | RankError:
+        cases = {key: case for key, case in self.cases.items() if self._group(key) == group}
         try:
-            by_rank = run_distributed(self._run, world_size, list(cases.values()), timeout=280)
+            by_rank = run_distributed(self._run, group[0], list(cases.values()), timeout=280)
         except RankError as error:
             return error
         return {key: assemble([rank[i] for rank in by_rank]) for i, key in enumerate(cases)}

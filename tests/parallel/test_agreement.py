@@ -34,7 +34,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
 
 def test_rank_0_works_on_the_main_thread_while_another_tells(sent: list[tuple[Any, bool]]) -> None:
     def make() -> bool:
-        time.sleep(0.1)
+        while not sent:
+            time.sleep(0.01)
         return threading.current_thread() is threading.main_thread()
 
     assert agreement.from_rank_0(make)
@@ -44,7 +45,10 @@ def test_rank_0_works_on_the_main_thread_while_another_tells(sent: list[tuple[An
     assert last == (True, True)
 
 
-def test_a_refusal_is_told_and_other_errors_are_raised(sent: list[tuple[Any, bool]]) -> None:
+def test_a_refusal_is_told_and_other_errors_are_raised(
+    sent: list[tuple[Any, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_TELL_SECONDS", 60.0)  # nothing else is told meanwhile
     refusal = ConfigError("rows", "none", "Give some")
     with pytest.raises(ConfigError):
         agreement.from_rank_0(mock.Mock(side_effect=refusal))

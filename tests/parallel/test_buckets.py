@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwise.spec import tolerance
 from shardwise.spec.layout import ParamLayout
 from shardwise.testing import run_distributed
 from tests.fixtures import make_model, make_rows
+from tests.long import EVERYTHING
 from tests.parallel.harness import Case, assemble, compare, reference, run_cases, strategy
 
 SIZES = st.lists(st.integers(1, 4 * BUCKET_BYTES // 3), min_size=1, max_size=40)
@@ -100,6 +101,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-dp_shard2": {"pp": 2, "dp_shard": 2, "gradient_aggregation_group": 1},
     "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2, "gradient_aggregation_group": 3},
 }
+MODELS = ("llama", "qwen3-tied")
 _LONG, _SHORT = make_rows((4, 6, 8, 10, 12, 14, 16, 16, 9)), make_rows((7,))
 ROWS = {
     "short-last-batch": tuple(_LONG),
@@ -112,9 +114,18 @@ ROWS = {
 }
 
 
+# With a tie on four ranks, where its two ends are on different ones.
+FEW = [("llama", 2), ("llama", 4), ("llama", 8), ("qwen3-tied", 4)]
+
+
+def _is_kept(model: str, layout: str, rows: str) -> bool:
+    """With a tie one kind of rows is enough, and on eight ranks that of which some ranks see nothing."""
+    few = {"tp2-pp2": "masked-on-one-rank"} if model == "llama" else dict.fromkeys(LAYOUTS, "short-last-batch")
+    return EVERYTHING or few.get(layout, rows) == rows
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "qwen3-tied"])
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize(("model", "world_size"), list(product(MODELS, (2, 4, 8))) if EVERYTHING else FEW)
 def test_equals_one_process(tmp_path: Path, model: str, world_size: int, note_error: Any) -> None:
     """In float64: a gradient that is summed twice, too early or not at all shows at once."""
     folder = make_model(tmp_path, model)
@@ -122,10 +133,12 @@ def test_equals_one_process(tmp_path: Path, model: str, world_size: int, note_er
         f"{layout}/{rows}": Case(folder, strategy(**degrees), ROWS[rows], 4, 4, dtype=torch.float64)
         for layout, degrees in LAYOUTS.items()
         for rows in ROWS
+        if _is_kept(model, layout, rows)
     }
     cases = {name: case for name, case in cases.items() if case.strategy.world_size == world_size}
     by_rank = run_distributed(run_cases, world_size, list(cases.values()), timeout=280)
-    references = {rows: reference(replace(next(iter(cases.values())), rows=ROWS[rows])) for rows in ROWS}
+    some = next(iter(cases.values()))
+    references = {rows: reference(replace(some, rows=ROWS[rows])) for rows in {n.partition("/")[2] for n in cases}}
     for index, (name, _) in enumerate(cases.items()):
         errors = compare(assemble([rank[index] for rank in by_rank]), references[name.partition("/")[2]])
         note_error("float64 replicas", errors.gradient)

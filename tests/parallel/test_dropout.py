@@ -207,7 +207,11 @@ def test_parameters_stay_in_step_for_twenty_steps(ranks: Any) -> None:
     assert len({tuple(result["losses"]) for result in ranks.values()}) == 1
 
 
-def _again(rank: int, case: LoraCase) -> list[Any]:
+def _all_again(rank: int, cases: list[LoraCase]) -> list[list[Any]]:
+    return [_again(case) for case in cases]
+
+
+def _again(case: LoraCase) -> list[Any]:
     """One step's loss and gradients, at step 3, twice, and at step 4."""
     model, mesh, _ = build(case)
     batch = next(loader_of(case, mesh).batches())
@@ -220,16 +224,13 @@ def _again(rank: int, case: LoraCase) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("degrees", [{}, {"pp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("layouts", [[{}], [{"pp": 2}, {"tp": 2}]], ids=["one", "two"])
 def test_attention_dropout_comes_again_at_its_step_and_under_recompute(
-    folders: dict[str, Path], degrees: dict[str, Any]
+    folders: dict[str, Path], layouts: list[dict[str, Any]]
 ) -> None:
-    kept = _case(folders, "attention", **degrees)
-    recomputed = _case(folders, "attention", **degrees, recompute=-1)
-    size = kept.strategy.world_size
-    for plain, again in zip(
-        run_distributed(_again, size, kept), run_distributed(_again, size, recomputed), strict=True
-    ):
+    cases = [_case(folders, "attention", **degrees, recompute=blocks) for degrees in layouts for blocks in (0, -1)]
+    by_rank = run_distributed(_all_again, cases[0].strategy.world_size, cases)
+    for plain, again in [pair for rank in by_rank for pair in zip(rank[::2], rank[1::2], strict=True)]:
         (loss, gradients), (same_loss, same_gradients), (_, other_gradients) = plain
         assert loss == same_loss
         assert _equal(gradients, same_gradients)

@@ -55,8 +55,10 @@ def _padded(rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, targets, mask
 
 
-def _one_process(case: Case, micro_batch_size: int) -> Outcome:
+@cache
+def _one_process(folder: Path, micro_batch_size: int) -> Outcome:
     """Plain transformers: token loss of the global batch, and transformers' own balance loss, block by block."""
+    case = _case(folder, "one")
     with Exact():
         model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.dtype, experts_implementation="eager")
         config = model.train().config
@@ -181,7 +183,7 @@ def test_70_the_balance_loss_is_that_of_one_process(
     """Automodel 1408, Megatron-LM PR 5047: neither thrown away, nor scaled by ranks, nor counted twice."""
     case = _case(folders[name], layout)
     errors = compare(
-        outcomes(case.strategy.world_size)[name, layout], _one_process(case, case.strategy.micro_batch_size)
+        outcomes(case.strategy.world_size)[name, layout], _one_process(case.folder, case.strategy.micro_batch_size)
     )
     assert errors.loss <= tolerance.FLOAT64_LOSS
     assert errors.norm <= tolerance.FLOAT64_GRADIENT

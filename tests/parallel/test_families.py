@@ -39,15 +39,17 @@ MAIN = (
     *("gpt_neox", "gpt_neox-serial", "gpt2", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "glm", "glm4", "mixtral", "qwen3_moe"),
 )
+SHARDED = ("gpt2", "gemma2", "mixtral", "qwen3_moe")  # transposed weights, many norms, experts
 # Those that the same mechanism covers without a line of their own.
 OTHERS = tuple(name for name in FAMILIES if name not in (*MAIN, "gemma3n_text"))
 
 
 def _table() -> list[tuple[str, str]]:
-    # Every layout for one of them; for the others those that repeat are left out, unless everything is asked for.
+    # Every layout for one of them; for the others those that repeat are left out, unless everything is asked for: a
+    # stage alone (`tp2-pp2` has stages too), and shards of weights that are like those of others.
     every = MAIN if EVERYTHING else ("gpt_neox",)
-    few = ("pp2", "dp_shard2", "tp2", "tp2-pp2")
-    rows = [(name, layout) for name in MAIN for layout in (LAYOUTS if name in every else few)]
+    few = {name: ("tp2", "tp2-pp2", *(("dp_shard2",) if name in SHARDED else ())) for name in MAIN}
+    rows = [(name, layout) for name in MAIN for layout in (LAYOUTS if name in every else few[name])]
     rows += [("gemma3n_text", layout) for layout in ("pp2", "tp2-pp2")]
     if EVERYTHING:
         rows += [("gemma3n_text", layout) for layout in ("pp4", "pp2-dp2")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from shardwise.models.shard import take
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec import tolerance
+from shardwise.spec.layout import ParamLayout
 from shardwise.spec.run import TrainConfig
 from shardwise.spec.strategy import Strategy
 from shardwise.testing import run_distributed
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import evaluate, train_step
 from tests.fixtures import make_model, make_rows
+from tests.long import EVERYTHING
 from tests.parallel.harness import (
     SGD,
     Case,
@@ -127,19 +130,16 @@ def _export(rank: int, case: Case, target: Path) -> float:
     return evaluate(model, loader.eval_batches(4))[0]
 
 
+EXPORTED: list[dict[str, Any]] = [{"tp": 4}, {"dp_shard": 3}, INTERLEAVED, {"tp": 2}, {"pp": 2, "dp_shard": 2}]
+# An odd vocabulary is cut by the first three; a tie shows where its ends are on two stages.
+FEW = [("llama-odd", degrees) for degrees in EXPORTED[:3]] + [("llama-tied", EXPORTED[4])]
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    [
-        {"tp": 2},
-        {"tp": 4},
-        {"pp": 2, "dp_shard": 2},
-        {"dp_shard": 3},
-        INTERLEAVED,
-    ],
+    ("name", "degrees"), list(product(("llama-odd", "llama-tied"), EXPORTED)) if EVERYTHING else FEW
 )
-@pytest.mark.parametrize("name", ["llama-odd", "llama-tied"])
 def test_10_and_61_export_has_the_shapes_and_names_of_the_input(
-    tmp_path: Path, name: str, degrees: dict[str, int]
+    tmp_path: Path, name: str, degrees: dict[str, Any]
 ) -> None:
     """ColossalAI 6167, accelerate 2155: nothing padded, dropped or renamed; plain transformers goes on from it."""
     folder, target = make_model(tmp_path / "in", name), tmp_path / "out"
@@ -270,7 +270,11 @@ def test_fewer_rows_than_micro_batches_stages_or_data_ranks(tmp_path: Path, degr
     _holds(Case(make_model(tmp_path, "llama-tied"), split, ROWS[6:7], size, 2))
 
 
-def _initial(rank: int, folder: Path, split: Strategy) -> Any:
+def _all_initial(rank: int, folder: Path, splits: list[Strategy]) -> list[Any]:
+    return [_initial(folder, split) for split in splits]
+
+
+def _initial(folder: Path, split: Strategy) -> list[tuple[ParamLayout, torch.Tensor]]:
     mesh = build_mesh(split, torch.device("cpu"))
     hf_model = build_on_meta(folder, "sdpa")
     dists = distributions(hf_model)
@@ -284,15 +288,18 @@ def test_random_values_are_bit_equal_under_every_layout(tmp_path: Path, name: st
     folder = make_model(tmp_path, name, vocab_size=2051)  # more than two chunks of rows
     blocks = 5 if name == "llama-odd" else 4
     whole: dict[str, torch.Tensor] = {}
-    for layout, values in run_distributed(_initial, 1, folder, strategy(blocks))[0]:
+    for layout, values in run_distributed(_all_initial, 1, folder, [strategy(blocks)])[0][0]:
         whole[layout.name] = values
     assert whole["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.02)
     assert torch.equal(whole["model.norm.weight"], torch.ones(32))
-    for degrees in ({"tp": 2}, {"pp": 2}, {"dp_shard": 3}, {"tp": 2, "pp": 2, "dp_shard": 2}, INTERLEAVED):
-        split = strategy(blocks, **degrees)
-        for part in run_distributed(_initial, split.world_size, folder, split):
-            for layout, values in part:
-                assert torch.equal(values, take(whole[layout.source], layout))
+    layouts = ({"tp": 2}, {"pp": 2}, INTERLEAVED, {"dp_shard": 3}, {"tp": 2, "pp": 2, "dp_shard": 2})
+    splits = [strategy(blocks, **degrees) for degrees in layouts]
+    for size in (2, 3, 8):
+        here = [split for split in splits if split.world_size == size]
+        assert here
+        parts = [part for rank in run_distributed(_all_initial, size, folder, here) for part in rank]
+        for layout, values in (pair for part in parts for pair in part):
+            assert torch.equal(values, take(whole[layout.source], layout))
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp_replicate": 2, "dp_shard": 2}])

@@ -55,8 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # All rows in float64, where nothing hides; some of them in fp32.
 FP32_ROWS = {
-    "sgd": ("10-blocks", "tied", "tp2", "dp_shard2", "dp_shard2-zero3", "dp_replicate2-tied", "hsdp2x2"),
-    "adamw": ("10-blocks", "tied", "dp_shard2", "dp_replicate2-tied"),
+    "sgd": ("10-blocks", "tp2", "dp_shard2-zero3"),
+    "adamw": ("tied", "dp_shard2", "dp_replicate2-tied"),
 }
 CASES = [(row, kind) for kind in KINDS for row in TABLE if EVERYTHING or row in FP32_ROWS.get(kind, TABLE)]
 

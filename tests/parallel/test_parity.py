@@ -12,6 +12,7 @@ import torch
 
 from tests.fixtures import make_model, make_rows
 from tests.long import EVERYTHING
+from tests.parallel import layouts
 from tests.parallel.harness import ADAMW, SGD, Case, Outcome, reference, strategy
 from tests.parallel.tables import Table, assert_equal
 
@@ -19,19 +20,9 @@ pytestmark = pytest.mark.slow
 
 BLOCKS = {"llama-odd": 5}
 MODELS = ("llama", "llama-tied", "llama-odd", "qwen2", "qwen3", "qwen3-tied")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
-    "pp4": {"pp": 4},
-    "dp_replicate2": {"dp_replicate": 2},
-    "dp_shard2": {"dp_shard": 2},
-    "dp_shard3": {"dp_shard": 3},
-    "tp2-pp2": {"tp": 2, "pp": 2},
-    "tp2-dp2": {"tp": 2, "dp_shard": 2},
-    "pp2-dp2": {"pp": 2, "dp_shard": 2},
-    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp_shard": 2},
-    "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
-}
+_APART = ("one", "pp2-interleaved")  # the latter has a table of its own, tests/parallel/test_interleaved.py
+LAYOUTS = {name: degrees for name, degrees in layouts.LAYOUTS.items() if name not in _APART}
+LAYOUTS |= {"pp4": {"pp": 4}, "dp_shard3": {"dp_shard": 3}}
 # Variants of a layout that change how it runs but not what comes out.
 EXTRA: dict[str, dict[str, Any]] = {
     "tp4": {"tp": 4},  # more tensor ranks than key/value heads
@@ -63,13 +54,26 @@ def _table() -> dict[str, tuple[str, dict[str, Any]]]:
 TABLE = _table()
 
 
-# Six steps in fp32 show the optimizer and the clipping at work; what a layout does to a gradient shows in float64.
-FP32_LAYOUTS = ("tp2", "pp2", "pp4", "dp_shard3", "dp_replicate2", "tp2-pp2-dp2", "hsdp2x2")
+# Llama under every layout, in float64, where nothing hides. The others repeat what they are there for: weights shared
+# by the ends and norms of heads, an odd vocabulary and number of blocks, biases, norms of heads alone, a tie alone.
+FLOAT64_ROWS: dict[str, tuple[str, ...]] = {
+    "llama": (*LAYOUTS, *EXTRA, *(f"{name}/recompute" for name in ("tp2", "pp2", "dp_shard2", "hsdp2x2"))),
+    "qwen3-tied": (*LAYOUTS, "tp4", "pp2-uneven", "tp2-pp2-dp2/recompute"),
+    "llama-odd": ("tp2", "pp2", "pp4", "dp_shard3", "tp2-pp2-dp2"),
+    "qwen2": ("tp2", "pp2", "dp_shard2", "tp2-dp2"),
+    "qwen3": ("tp2", "dp_shard2", "tp2-pp2"),
+    "llama-tied": ("pp2", "dp_replicate2", "tp2-pp2"),
+}
+# Six steps in fp32 show the optimizer and the clipping at work.
+FP32_ROWS = {
+    "sgd": ("llama/tp2", "llama/pp2", "llama/dp_shard3", "llama/tp2-pp2-dp2"),
+    "adamw": ("llama/tp2", "llama/dp_replicate2", "llama/pp4", "llama/hsdp2x2"),
+}
 
 
 def _is_kept(row: str, kind: str) -> bool:
-    """All rows in float64, where nothing hides; fp32 repeats some of one model."""
-    return kind == "float64" or EVERYTHING or row in [f"llama/{layout}" for layout in FP32_LAYOUTS]
+    model, _, name = row.partition("/")
+    return EVERYTHING or (name in FLOAT64_ROWS[model] if kind == "float64" else row in FP32_ROWS[kind])
 
 
 CASES = [(row, kind) for kind in ("sgd", "adamw", "float64") for row in TABLE if _is_kept(row, kind)]

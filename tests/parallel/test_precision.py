@@ -45,17 +45,26 @@ from tests.parallel.harness import (
     strategy,
 )
 from tests.parallel.layouts import LAYOUTS as COMMON
+from tests.parallel.tables import Table
 
 LAYOUTS: dict[str, dict[str, Any]] = COMMON | {"tp2-sequence": {"tp": 2, "sequence_parallel": True}}
 if EVERYTHING:
     LAYOUTS["tp2-pp2-sequence"] = {"tp": 2, "pp": 2, "sequence_parallel": True}
 MODELS = ("llama", "qwen3-tied")
 TABLE = [(model, layout) for model in MODELS for layout in LAYOUTS]
-# The second model repeats some layouts, and AdamW some of one model, unless everything is asked for.
-_FEW = ("tp2", "pp2", "dp_shard2", "tp2-pp2-dp2")
-_KEPT = [row for row in TABLE if row[0] == "llama" or row[1] in _FEW or EVERYTHING]
-_ADAMW = [row for row in TABLE if row in [("llama", layout) for layout in _FEW] or EVERYTHING]
-CASES = [(row, "sgd") for row in _KEPT] + [(row, "adamw") for row in _ADAMW]
+# Each axis alone and all together; the second model and AdamW repeat some, unless everything is asked for.
+FEW: dict[str, list[tuple[str, str]]] = {
+    "sgd": [
+        *(
+            ("llama", name)
+            for name in ("one", "tp2", "pp2", "dp_replicate2", "dp_shard2", "tp2-pp2-dp2", "tp2-sequence")
+        ),
+        *(("qwen3-tied", name) for name in ("tp2", "pp2")),
+    ],
+    "adamw": [("llama", "tp2"), ("llama", "dp_shard2")],
+    "adapters": [("llama", "pp2"), ("llama", "dp_shard2"), ("qwen3-tied", "tp2")],
+}
+CASES = [(row, optimizer) for optimizer in ("sgd", "adamw") for row in (TABLE if EVERYTHING else FEW[optimizer])]
 STEPS = 20
 
 
@@ -75,16 +84,9 @@ def _reference(folder: Path, optimizer: str, dtype: torch.dtype) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders: dict[str, Path]) -> Any:
-    @cache
-    def run(world_size: int, optimizer: str) -> dict[tuple[str, str], Outcome]:
-        train = {"sgd": SGD, "adamw": ADAMW}[optimizer]
-        cases = {row: _case(folders[row[0]], row[1], train) for row, other in CASES if other == optimizer}
-        cases = {row: case for row, case in cases.items() if case.strategy.world_size == world_size}
-        by_rank = run_distributed(run_cases, world_size, list(cases.values()), timeout=280)
-        return {row: assemble([rank[i] for rank in by_rank]) for i, row in enumerate(cases)}
-
-    return run
+def outcomes(folders: dict[str, Path]) -> Table:
+    trains = {"sgd": SGD, "adamw": ADAMW}
+    return Table({(*row, kind): _case(folders[row[0]], row[1], trains[kind]) for row, kind in CASES})
 
 
 @pytest.mark.slow
@@ -92,7 +94,7 @@ def outcomes(folders: dict[str, Path]) -> Any:
     ("row", "optimizer"), CASES, ids=lambda part: part if isinstance(part, str) else "/".join(part)
 )
 def test_equals_one_process_in_bf16(
-    row: tuple[str, str], optimizer: str, folders: dict[str, Path], outcomes: Any, note_error: Any
+    row: tuple[str, str], optimizer: str, folders: dict[str, Path], outcomes: Table, note_error: Any
 ) -> None:
     """Loss by loss; a row above the limit counts only as far as one process is from itself in fp32 (a third).
 
@@ -100,7 +102,7 @@ def test_equals_one_process_in_bf16(
     be further from fp32 than one process in bf16 is, or a sum is kept in bf16 that should not be.
     """
     folder = folders[row[0]]
-    got = outcomes(_case(folder, row[1], SGD).strategy.world_size, optimizer)[row]
+    got = outcomes[*row, optimizer]
     want = _reference(folder, optimizer, torch.bfloat16)
     exact = _reference(folder, optimizer, torch.float32)
     errors, rounding = compare(got, want), compare(want, exact)
@@ -153,7 +155,15 @@ def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
     assert shard.grad.tolist() == [258.0]
 
 
-def _dtypes(rank: int, case: Case) -> dict[str, set[str]]:
+# Nothing and each axis alone, of two ranks, so that ranks are started twice.
+AXES: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2}]}
+
+
+def _all_dtypes(rank: int, cases: list[Case]) -> list[dict[str, set[str]]]:
+    return [_dtypes(case) for case in cases]
+
+
+def _dtypes(case: Case) -> dict[str, set[str]]:
     """The dtypes that a step meets, by what they are of."""
     model, mesh = build(case)
     optimizer = Optimizer(model.shards, case.train)
@@ -178,37 +188,49 @@ def _dtypes(rank: int, case: Case) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2}])
-def test_67_what_is_kept_in_fp32_and_what_is_not(degrees: dict[str, int], folders: dict[str, Path]) -> None:
-    case = replace(_case(folders["llama"], "one", ADAMW), strategy=strategy(**degrees))
-    for seen in run_distributed(_dtypes, case.strategy.world_size, case):
-        low, full = {"torch.bfloat16"}, {"torch.float32"}
-        assert (seen["activations"], seen["border"]) == (low, low)
-        assert (seen["values"], seen["states"], seen["gradients"], seen["buffers"]) == (full, full, full, full)
+@pytest.mark.parametrize("size", AXES)
+def test_67_what_is_kept_in_fp32_and_what_is_not(size: int, folders: dict[str, Path]) -> None:
+    case = _case(folders["llama"], "one", ADAMW)
+    cases = [replace(case, strategy=strategy(**degrees)) for degrees in AXES[size]]
+    low, full = {"torch.bfloat16"}, {"torch.float32"}
+    for rank in run_distributed(_all_dtypes, size, cases):
+        for degrees, seen in zip(AXES[size], rank, strict=True):
+            assert (seen["activations"], seen["border"]) == (low, low), degrees
+            assert (seen["values"], seen["states"], seen["gradients"], seen["buffers"]) == (full,) * 4, degrees
 
 
 LORA = LoraConfig(r=4, alpha=8.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), [row for row in _KEPT if row[1] != "tp2-pp2-dp2"])
 def test_adapters_beside_a_bf16_model_equal_one_process(
-    model: str, layout: str, folders: dict[str, Path], tmp_path: Path, note_error: Any
+    folders: dict[str, Path], tmp_path: Path, note_error: Any
 ) -> None:
     """The one process computes adapters in bf16 from fp32 masters, as ours do; plain peft would in fp32."""
-    plain = _case(folders[model], layout, ADAMW)
-    adapter = lora_harness.make_adapter(folders[model], tmp_path / "adapter", LORA)
-    case = lora_harness.LoraCase(**{**vars(plain), "lora": LORA, "adapter": adapter})
-    parts = [ranks[0] for ranks in run_distributed(lora_harness.run_cases, case.strategy.world_size, [case])]
-    want = lora_harness.reference(case)
-    errors = compare(assemble(parts), want)
-    note_error("bf16 lora loss", errors.loss)
-    assert errors.loss <= tolerance.BF16_LOSS
-    assert all(part.frozen_kept for part in parts)
-    assert {values.dtype for part in parts for _, values in part.weights + part.gradients} == {torch.float32}
+    adapters = {name: lora_harness.make_adapter(folders[name], tmp_path / name, LORA) for name in MODELS}
+    cases = {
+        row: lora_harness.LoraCase(
+            **{**vars(_case(folders[row[0]], row[1], ADAMW)), "lora": LORA, "adapter": adapters[row[0]]}
+        )
+        for row in (TABLE if EVERYTHING else FEW["adapters"])
+    }
+    for size in sorted({case.strategy.world_size for case in cases.values()}):
+        here = {row: case for row, case in cases.items() if case.strategy.world_size == size}
+        by_rank = run_distributed(lora_harness.run_cases, size, list(here.values()))
+        for index, (row, case) in enumerate(here.items()):
+            parts = [rank[index] for rank in by_rank]
+            errors = compare(assemble(parts), lora_harness.reference(case))
+            note_error("bf16 lora loss", errors.loss)
+            assert errors.loss <= tolerance.BF16_LOSS, row
+            assert all(part.frozen_kept for part in parts), row
+            assert {values.dtype for part in parts for _, values in part.weights + part.gradients} == {torch.float32}
 
 
-def _frozen(rank: int, case: Case) -> list[tuple[str, bool, str, str, bool, bool, torch.Tensor]]:
+def _all_frozen(rank: int, cases: list[Case]) -> list[Any]:
+    return [_frozen(case) for case in cases]
+
+
+def _frozen(case: Case) -> tuple[list[float | None], list[tuple[str, bool, str, str, bool, bool]]]:
     """Three steps with all but the query projections frozen."""
     mesh = build_mesh(case.strategy, torch.device("cpu"))
     hf_model = build_on_meta(case.folder, "sdpa", case.dtype)
@@ -235,13 +257,15 @@ def _frozen(rank: int, case: Case) -> list[tuple[str, bool, str, str, bool, bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2}])
-def test_frozen_parameters_keep_bf16_alone(degrees: dict[str, int], folders: dict[str, Path]) -> None:
+def test_frozen_parameters_keep_bf16_alone(folders: dict[str, Path]) -> None:
     """No master, no gradient, not a bit changed; what trains beside them has its master."""
-    case = replace(_case(folders["llama"], "one", SGD), strategy=strategy(**degrees))
-    want = run_distributed(_frozen, 1, replace(case, strategy=strategy()))[0][0]
-    for losses, shards in run_distributed(_frozen, case.strategy.world_size, case):
-        assert losses == pytest.approx(want, rel=tolerance.BF16_LOSS)
+    case = _case(folders["llama"], "one", SGD)
+    (alone,) = run_distributed(_all_frozen, 1, [case])
+    cases = [replace(case, strategy=strategy(**degrees)) for degrees in AXES[2]]
+    results = [({}, alone[0])]
+    results += [pair for rank in run_distributed(_all_frozen, 2, cases) for pair in zip(AXES[2], rank, strict=True)]
+    for degrees, (losses, shards) in results:
+        assert losses == pytest.approx(alone[0][0], rel=tolerance.BF16_LOSS)
         for name, trains, stored, values, no_gradient, unchanged in shards:
             assert trains is ("q_proj" in name)
             assert no_gradient

@@ -49,8 +49,12 @@ BIASED_KEYS = ("gpt_neox", "gpt2", "phi", "opt", "bloom")
 PLAIN = ("llama", "qwen3-tied")
 
 
+REPEATED = ("tp2", "tp4", "tp2-pp2-recompute", "tp2-dp_shard2")  # by the second model, unless everything is asked for
+
+
 def _table() -> dict[str, tuple[str, dict[str, Any]]]:
-    rows = {f"{model}/{name}": (model, degrees) for model in PLAIN for name, degrees in LAYOUTS.items()}
+    rows = {f"llama/{name}": ("llama", degrees) for name, degrees in LAYOUTS.items()}
+    rows |= {f"qwen3-tied/{name}": ("qwen3-tied", LAYOUTS[name]) for name in (LAYOUTS if EVERYTHING else REPEATED)}
     if EVERYTHING:
         rows |= {f"llama4_text/{name}": ("llama4_text", LAYOUTS[name]) for name in ("tp4", "tp2-pp2", "tp2-dp_shard2")}
     return rows | {f"{model}/tp2": (model, LAYOUTS["tp2"]) for model in FAMILIES}

@@ -112,14 +112,13 @@ def _check_held(case: Case, model: Any) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path]) -> Table:
-    """All kinds of a world size share ranks that are started once."""
-    return Table({(row, kind, "together"): _case(folders, row, kind) for row, kind in CASES}, _run_cases)
+    return Table({(row, kind): _case(folders, row, kind) for row, kind in CASES}, _run_cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "kind"), CASES)
 def test_halves_equal_one_process(row: str, kind: str, outcomes: Table, note_error: Any) -> None:
-    case, got = outcomes.cases[row, kind, "together"], outcomes[row, kind, "together"]
+    case, got = outcomes.cases[row, kind], outcomes[row, kind]
     want = _reference(case, case.dtype)
     if kind != "bf16":
         assert_equal(got, want, note_error, f"zero_bubble {kind}", "sgd")

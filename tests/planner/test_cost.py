@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.runs import frozen
 from shardwise.planner.shape import Experts, Shape, model_costs
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.strategy import default_stages
@@ -87,8 +87,9 @@ def test_recomputation_costs_time_and_saves_memory() -> None:
 
 
 def test_adapters_leave_out_gradients_of_frozen_weights() -> None:
-    whole, adapters = run(layout()), estimate(frozen(MODEL), A100, layout(), WORK)
-    assert adapters.time_terms["matmul"] == pytest.approx(2 / 3 * whole.time_terms["matmul"])
+    whole, adapters = run(layout()), estimate(adapted(MODEL, Lora()), A100, layout(), WORK)
+    least = 2 / 3 * whole.time_terms["matmul"]
+    assert least < adapters.time_terms["matmul"] < 1.2 * least
     assert adapters.memory_terms[0]["optimizer"] < 0.02 * whole.memory_terms[0]["optimizer"]
 
 

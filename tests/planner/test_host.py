@@ -12,7 +12,8 @@ from benchmarks.measured_plans import legal_plans
 from shardwise.launch import heap
 from shardwise.launch.planning import work_of
 from shardwise.measure.profile import profile_of
-from shardwise.planner.cost import estimate
+from shardwise.planner import host
+from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.refine import refine
@@ -82,7 +83,28 @@ def test_memory_counts_what_a_process_has_above_its_imports() -> None:
     terms = estimate(wanted.costs, wanted.cluster, candidate.layout(8), wanted.work).memory_terms[0]
     assert "slack" not in terms
     assert terms["base"] < 2**24
-    going = sum(terms[name] for name in ("gradients", "activations", "logits", "workspace", "gathered"))
-    assert terms["heap"] == pytest.approx(0.33 * going)
+    going = sum(terms[name] for name in ("gradients", "activations", "logits", "workspace"))
+    assert 0.3 * going < terms["heap"] - host._TENSOR_BYTES < 0.6 * going
     assert on_cluster(wanted.work, load_cluster("a100-80gb")) is wanted.work
     assert KEPT_BESIDE_GATHERS == heap._GATHERED_BYTES, "written twice: workers load no planner"
+
+
+def test_buffers_of_small_units_find_no_hole_in_the_heap_and_those_of_large_ones_are_mapped() -> None:
+    """What is gathered more often leaves more of them; what is mapped takes the time of making its pages."""
+    small = job()
+    large = replace(small, costs=model_costs(Shape("large", 4, 1024, 4, 2, 256, 4096, 512), (1, 2, 4)))
+    terms: dict[tuple[int, bool], Estimate] = {}
+    for number, one in enumerate((small, large)):
+        for reshard in (False, True):
+            candidate = Candidate(dp_shard=4, reshard=reshard, micro_batch_size=1, stages=(4,))
+            terms[number, reshard] = estimate(one.costs, one.cluster, candidate.layout(8), one.work)
+    heap = {key: made.memory_terms[0]["heap"] for key, made in terms.items()}
+    blocks = sum(kind.parameters.total for kind in small.costs.kinds) * 4 * 4.0
+    assert 2 * blocks < heap[0, False] < heap[0, True] < 6 * blocks
+    weights = large.costs.num_parameters * 4.0
+    assert heap[1, False] < 0.3 * weights
+    rate = large.cluster.chip.memory_bandwidth * large.cluster.chip.bandwidth_efficiency
+    unmapped = replace(large.work, host=replace(large.work.host, mapped=0.0))
+    candidate = Candidate(dp_shard=4, micro_batch_size=1, stages=(4,))
+    quick = estimate(large.costs, large.cluster, candidate.layout(8), unmapped)
+    assert terms[1, False].step_seconds - quick.step_seconds > 5 * weights / rate

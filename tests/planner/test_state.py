@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.known import known_costs, known_models, with_degrees
 from shardwise.planner.layout import Layout, Work
-from shardwise.planner.parts import frozen
 from shardwise.planner.screen import groups_of, judge
 from shardwise.planner.shape import Shape, model_costs
 from shardwise.planner.space import enumerate_space
@@ -47,7 +47,7 @@ def test_a_last_stage_holds_a_copy_of_a_tied_embedding() -> None:
     alone = [made(one, Candidate(), 4).memory_bytes for one in (costs, replace(costs, tied=False))]
     assert alone[0] == alone[1]  # one device has one copy
     # Of adapters alone no gradient, no optimizer state of it.
-    adapters = made(frozen(costs), Candidate(pp=2), 4).memory_terms[1]
+    adapters = made(adapted(costs, Lora()), Candidate(pp=2), 4).memory_terms[1]
     assert adapters["gradients"] < 0.1 * 4 * number
 
 
@@ -120,7 +120,8 @@ def test_no_amount_of_a_preset_is_negative(name: str) -> None:
 def _sums(amount: Amount, size: int) -> list[float]:
     split = amount.split * size + amount.split_bytes
     grown = amount.split_growing * size + amount.split_growing_bytes
-    return [split, amount.whole * size + amount.whole_bytes, grown, amount.expert * size + amount.expert_bytes]
+    experts = amount.expert * size + amount.expert_bytes
+    return [split, amount.whole * size + amount.whole_bytes, grown, experts, amount.routed]
 
 
 @pytest.mark.parametrize(

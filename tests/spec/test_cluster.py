@@ -59,10 +59,24 @@ def test_a_stack_adds_at_most_three_numbers() -> None:
 @pytest.mark.parametrize(
     ("where", "value", "words"),
     [
-        (("chip", "memory_bytes"), "64 GB", "chip.memory_bytes = '64 GB'"),
+        (("chip", "memory_bytes"), "64 GB", "chip.memory_bytes = '64 GB': must be a number above 0"),
         (("links", 0, "bandwidth"), 0, "bandwidth = 0"),
         (("links", -1, "devices"), 8, "must join all nodes"),
-        (("chip", "peak_flops"), 1e12, "is damaged"),
+        (("links", 0, "devices"), 0, "links go from the inside out"),
+        (("links", 0, "devices"), 7.6, "whole number of 0 or above. Write 8"),
+        (("links", 0, "latency"), -1e-6, "latency = -1e-06: must be 0 or above and at most 10. Write 0"),
+        (("links", 0, "pair_bandwidth"), float("nan"), "pair_bandwidth = nan: must be a number 0 or above"),
+        (("links", 0, "efficiency"), 80, "efficiency = 80: must be above 0 and at most 1. Write 0.8"),
+        (("links", 0, "factors"), {"all_gathr": 2.0}, "all_gathr: .* Did you mean all_gather"),
+        (("links", 0, "ring"), "yes", "must be true or false"),
+        (("chip", "half_size"), float("inf"), "half_size = inf"),
+        (("chip", "attention_efficiency"), 45.0, "attention_efficiency = 45.0: .* at most 10"),
+        (("chip", "peak_flops"), 1e12, "must name a peak of one of fp32"),
+        (("chip", "peak_flops"), {"float32": 1e12}, "peak_flops.float32: must be one of fp32"),
+        (("chip", "shared"), 0.5, "must be 1 or above"),
+        (("stack", "host_seconds"), -6e-6, "host_seconds = -6e-06"),
+        (("devices_per_node",), 0, "devices_per_node = 0: .* Write 1"),
+        (("device_type",), "gpu", "device_type = 'gpu'"),
     ],
 )
 def test_a_profile_that_no_formula_can_work_with_is_refused(where: tuple[Any, ...], value: Any, words: str) -> None:

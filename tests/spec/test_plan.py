@@ -81,6 +81,16 @@ def test_a_sequence_that_no_tensor_rank_shares_is_refused(plan: Plan) -> None:
         Plan.from_json(data)
 
 
+def test_weights_whole_on_no_tensor_ranks_are_refused(plan: Plan) -> None:
+    data = plan.to_json()
+    data["strategy"] |= {"tp_whole": 0.3, "tp": 2}
+    data["devices"] = 2 * data["devices"] // plan.strategy.tp
+    assert Plan.from_json(data).strategy.tp_whole == 0.3
+    for change in ({"tp": 1}, {"tp_whole": 1.5}):
+        with pytest.raises(PlanError, match="must be a share from 0 to 1 with tp above 1"):
+            Plan.from_json(data | {"strategy": data["strategy"] | change})
+
+
 @pytest.mark.parametrize("key", ["model", "strategy", "global_batch_size", "device_type", "devices", "table"])
 def test_a_plan_without_one_of_its_keys_names_it(plan: Plan, key: str) -> None:
     data = plan.to_json()

@@ -45,6 +45,14 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
         weight_files(_folder(tmp_path, "a.safetensors", "b.safetensors"))
 
 
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "", "a\0b"])
+def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "secret.safetensors").touch()
+    with pytest.raises(CheckpointError, match="which is no file of its folder"):
+        weight_files(_folder(tmp_path / "model", index={"x": name}))
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": 3}', "[]"])
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX_FILE).write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from shardwise.tensor.search import Mode, Problem, Sizes, choices, enumerate_all
 from shardwise.tensor.table import Style
 
 
-def _attention(degree=2, splittable=True, **sizes):
+def attention_block(degree=2, splittable=True, **sizes):
     """q, k and v meet in o; gate and up in down."""
     names = ["q", "k", "v", "o", "gate", "up", "down"]
     whole = {
@@ -43,7 +43,7 @@ def _attention(degree=2, splittable=True, **sizes):
 
 
 def test_attention_and_mlp_are_column_then_row():
-    solution = solve(_attention())
+    solution = solve(attention_block())
     styles = {name: choice.split.style for name, choice in solution.choices.items()}
     assert styles == dict.fromkeys(("q", "k", "v", "gate", "up"), Style.COLUMN) | {"o": Style.ROW, "down": Style.ROW}
     assert solution.modes == (Mode.WHOLE, Mode.SPLIT, Mode.SPLIT)
@@ -52,7 +52,7 @@ def test_attention_and_mlp_are_column_then_row():
 
 
 def test_a_region_that_cannot_be_split_is_gathered_and_its_weights_are_cut_all_the_same():
-    solution = solve(_attention(splittable=False))
+    solution = solve(attention_block(splittable=False))
     assert all(choice.whole == 0 for choice in solution.choices.values())
     assert {solution.choices[n].split.style for n in "qkv"} == {Style.COLUMN_GATHER}
 
@@ -92,7 +92,7 @@ def test_latent_attention_sums_where_a_whole_tensor_meets_heads():
 
 
 @st.composite
-def _problems(draw):
+def problems(draw):
     """Chains of products with random regions between them, the first and last in the residual one."""
     count = draw(st.integers(2, 6))
     names = [f"p{i}" for i in range(count)]
@@ -115,7 +115,7 @@ def _problems(draw):
 
 
 @settings(max_examples=200, deadline=None)
-@given(_problems())
+@given(problems())
 def test_equals_enumeration(problem):
     best = enumerate_all(problem)
     found = solve(problem)

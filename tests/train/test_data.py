@@ -11,15 +11,18 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from shardwise.config import apply_overrides
 from shardwise.data import child
 from shardwise.data.memory import MemoryData
+from shardwise.data.prepared import prepare as prepare_rows
 from shardwise.data.rows import Rows, Source
 from shardwise.errors import ConfigError
 from shardwise.launch.resolve import prepare
 from shardwise.testing import run_distributed
 from shardwise.train import data
+from tests.data.helpers import make_tokenizer
 from tests.fixtures import make_rows
 from tests.spec.model_folder import make_folder
 
@@ -60,6 +63,37 @@ def test_rows_of_a_script_stay_in_memory_where_the_cache_cannot_be_written_to(tm
     assert isinstance(found, Rows)
     assert len(found) == len(make_rows())
     assert "rows stay in memory" in said[0]
+
+
+def test_a_scripts_own_tokenizer_prepares_rows_where_it_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "model")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Hello {n}"}) + "\n" for n in range(9)))
+    run, plan = prepare({"model": str(tmp_path / "model"), "device": "cpu"}, command="script")
+    source = Source(path, run, 1000)
+    asked: list[Source] = []
+
+    def ready(given: Source, cache: Path, *_: Any) -> Path:
+        asked.append(given)
+        return prepare_rows(given, cache, 1)
+
+    monkeypatch.setattr(data, "ready", ready)
+    own, said = make_tokenizer(), list[str]()
+    reader = data.DataReader(run, plan, MemoryData({}, own), tmp_path / "cache", 1, said.append)
+    assert isinstance(reader._find(source), Rows)  # small
+    assert not asked
+    monkeypatch.setattr(data, "SMALL_BYTES", 1)
+    found = reader._find(source)
+    assert isinstance(found, Path)
+    rows = child_open(found)[0]
+    assert own.decode(rows[8].input_ids) == "Hello 8</s>"
+    assert source.run.tokenizer is None
+    own.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(mock.Mock())  # nothing that a file can hold
+    assert isinstance(reader._find(source), Rows)
+    assert len(asked) == 1
+    assert "rank 0 tokenises, and each rank holds the rows" in said[-1]
 
 
 @pytest.mark.parametrize(

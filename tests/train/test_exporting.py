@@ -18,11 +18,14 @@ from shardwise.launch.exporting import write_export
 from shardwise.testing import run_distributed
 from shardwise.train import exporting
 from shardwise.train.exporting import export_checkpoint, find_checkpoint
+from shardwise.train.memory import MemoryMeter
 from tests.checkpoint.commands import save_weights
 from tests.checkpoint.fakes import fake_checkpoint
 from tests.fixtures import make_model
 from tests.parallel.families import make_family
 from tests.train.runs import make_inputs, run
+
+MIB = 2**20
 
 
 def _export(source: Path, out: Path, **options: object) -> object:
@@ -67,6 +70,31 @@ def test_files_of_another_size(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\w+.weight alone has 16896 bytes. Use 1MB at least"):
         _export(saved, tmp_path / "other", max_shard_size="10kB")
     assert not list(tmp_path.glob("*other*"))
+
+
+def _peak_of_export(rank: int, checkpoint: Path, out: Path, batch_bytes: int) -> int:
+    """In a process that holds no memory of other tests, which would be taken again without a trace."""
+    exporting._BATCH_BYTES = batch_bytes
+    meter = MemoryMeter(torch.device("cpu"))
+    export_checkpoint(checkpoint, out, 16 * MIB)
+    peak = meter.peak_bytes()
+    meter.close()
+    return peak
+
+
+@pytest.mark.slow
+def test_an_export_needs_the_memory_of_a_shard_and_no_more(tmp_path: Path) -> None:
+    """A model of 48 MiB in files of 16 MiB, its largest tensor 3 MiB; one that holds all of it would be found."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    make_model(tmp_path / "model", "llama", **sizes)
+    run_distributed(save_weights, 1, tmp_path / "model", tmp_path / "checkpoints", {})
+    checkpoint = find_checkpoint(tmp_path)
+    (peak,) = run_distributed(_peak_of_export, 1, checkpoint, tmp_path / "out", 8 * MIB)
+    files = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert sum(path.stat().st_size for path in files) > 46 * MIB
+    (at_once,) = run_distributed(_peak_of_export, 1, checkpoint, tmp_path / "at-once", 2**30)
+    assert peak < 28 * MIB
+    assert at_once > 42 * MIB
 
 
 def test_a_difference_is_found(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint import save_job
-from shardwise.checkpoint.listing import BEST, LATEST, complete_checkpoints, read_manifest
+from shardwise.checkpoint.listing import BEST, LATEST, MANIFEST_FILE, complete_checkpoints, read_manifest
 from shardwise.train.callbacks import Callback, RunInfo
 from tests.train.runs import Result, make_inputs, run
 
@@ -67,7 +67,7 @@ class _SlowWrites(Callback):
         write = save_job.SaveJob._write_own_files
 
         def slow(job: save_job.SaveJob) -> None:
-            time.sleep(0.3)
+            time.sleep(0.2 if self.notes else 1.0)  # the first waits long enough for a step on any machine
             write(job)
 
         save_job.SaveJob._write_own_files = slow  # type: ignore[method-assign]
@@ -169,6 +169,18 @@ def test_a_damaged_checkpoint_is_passed_over_by_its_content(inputs: Path, plain:
     assert _weights(result) == _weights(plain)
     assert json.loads((newest / "state.json").read_text())["train"]["step"] == STEPS
     assert (output / "checkpoints" / "superseded" / newest.name).is_dir()
+
+
+def test_a_checkpoint_without_its_list_is_taken_where_it_is_named(inputs: Path, plain: Result, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(plain.output_dir, output, symlinks=True)
+    older = complete_checkpoints(output / "checkpoints")[-2]
+    (older / MANIFEST_FILE).unlink()
+    result = run(inputs, output, [*BASE, *SAVING, f"resume={older}"])
+    assert set(result.errors) == {""}
+    assert f"{older.name} has no {MANIFEST_FILE}: its files are as long as its index says; what they" in result.terminal
+    assert "after step 4" in result.terminal
+    assert _weights(result) == _weights(plain)
 
 
 def test_a_run_without_room_is_refused_before_its_first_step(inputs: Path, tmp_path: Path) -> None:

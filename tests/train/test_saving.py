@@ -31,5 +31,8 @@ def test_auto_does_not_begin_anew_over_damaged_checkpoints(tmp_path: Path, monke
     assert reasons in str(caught.value)
     check_resume(run, MagicMock(), tmp_path / "none")
     (older / MANIFEST_FILE).unlink()
+    named = run.model_copy(update={"resume": str(older)})
+    with pytest.raises(CheckpointError, match=r"a damaged checkpoint: its \.metadata is damaged"):
+        saving.intact_checkpoint(named, tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole \(step-00000006: .*; step-00000003: it has no"):
         check_resume(run, MagicMock(), tmp_path)  # before a worker is started

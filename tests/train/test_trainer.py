@@ -10,10 +10,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from shardwise.checkpoint.listing import complete_checkpoints
+from shardwise.errors import SaveError
 from shardwise.spec.run import RunConfig
 from shardwise.train import trainer as module
 from shardwise.train.identity import RunIdentity
 from shardwise.train.saving import TrainState
+from shardwise.train.step import NonFiniteLossError
 from shardwise.train.trainer import Trainer
 from tests.checkpoint.fakes import fake_checkpoint
 
@@ -49,3 +51,13 @@ def test_a_checkpoint_names_its_model_for_every_folder(tmp_path: Path, monkeypat
     trainer.__dict__ |= {"callbacks": SimpleNamespace(call=MagicMock(), state_dict=dict)}
     trainer.save()
     assert keeper.begin.call_args.args[1]["model_folder"] == str(tmp_path / "model")
+
+
+def test_a_save_that_fails_while_a_loss_ends_the_run_is_told_beside_it() -> None:
+    trainer, keeper = Trainer.__new__(Trainer), MagicMock()
+    trainer.__dict__ |= {"_keeper": keeper, "callbacks": MagicMock()}
+    error = NonFiniteLossError("step 2: loss nan")
+    assert trainer._saved_before(error) is error
+    keeper.finish.side_effect = SaveError("step-00000001", "could not be written")
+    message = "step 2: loss nan; and of the save under way: step-00000001: could not be written"
+    assert str(trainer._saved_before(error)) == message

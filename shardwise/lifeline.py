@@ -10,8 +10,8 @@ import sys
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent ends, however the parent ends.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel kill this process, or send it another signal, as soon as its parent ends, however that ends.
 
     The kernel watches from this call on, so a parent that has ended before is looked for afterwards.
     Only Linux offers it; elsewhere only the second half happens.
@@ -21,7 +21,7 @@ def die_with_parent(parent: int) -> None:
     """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None, use_errno=True).prctl
-        if prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        if prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
     if os.getppid() != parent:

@@ -1,0 +1,79 @@
+"""Which devices of this machine still answer: after a failure one of them may be lost. Imports no torch.
+
+The visibility variable says what a job may use, not what is there. Written by the vendors' documentation, and never run
+on a machine that has lost a device.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.spec.plan import DeviceType
+
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_DEV = Path("/dev")
+_ANSWER_SECONDS = 60
+_GPU = re.compile(r"^GPU (\d+): .*\(UUID: (\S+)\)\s*$", re.MULTILINE)
+_MIG = re.compile(r"\(UUID: (MIG-\S+)\)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The devices that a job may use and that answer.
+
+    Attributes:
+        names: as the visibility variable names them.
+        lost: those that the variable names, and that do not answer.
+    """
+
+    device: DeviceType
+    names: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+
+    def variables(self) -> dict[str, str]:
+        """What makes a worker use these and no others."""
+        return {VISIBLE[self.device]: ",".join(self.names)}
+
+
+def alive_devices(device: DeviceType, environ: Mapping[str, str]) -> Alive | None:
+    """The living devices of this type; None where nothing can tell: on a CPU, or without the vendor's tool."""
+    if device == "cpu":
+        return None
+    if device == "npu":
+        found = (re.fullmatch(r"davinci(\d+)", path.name) for path in _DEV.glob("davinci*"))
+        numbers = sorted((match[1] for match in found if match), key=int)
+        return _visible(device, numbers, (), environ.get(VISIBLE[device]))
+    listing = _listing()
+    if listing is None:
+        return None
+    gpus = _GPU.findall(listing)
+    identities = [identity for _, identity in gpus] + _MIG.findall(listing)
+    if environ.get(VISIBLE["cuda"]) is None:  # by identity: the driver may count in another order than its tool
+        return Alive(device, tuple(identity for _, identity in gpus))
+    return _visible(device, [index for index, _ in gpus], identities, environ[VISIBLE["cuda"]])
+
+
+def _visible(device: DeviceType, indices: list[str], identities: Sequence[str], variable: str | None) -> Alive:
+    """What ``variable`` names: an index, or the beginning of an identity."""
+    if variable is None:
+        return Alive(device, tuple(indices))
+    names = [name.strip() for name in variable.split(",") if name.strip() not in ("", "-1")]
+    answers = [name in indices or any(each.startswith(name) for each in identities) for name in names]
+    alive = tuple(name for name, answer in zip(names, answers, strict=True) if answer)
+    return Alive(device, alive, tuple(name for name in names if name not in alive))
+
+
+def _listing() -> str | None:
+    """What nvidia-smi lists; None where it is not there. It ends with an error when one device is lost, and names the
+    others all the same; one that hangs because of such a device has found none."""
+    command = ["nvidia-smi", "-L"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+    except OSError:
+        return None

@@ -1,0 +1,129 @@
+"""Turns found by the shape of a conversation stand where rendering every prefix finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.chat import ChatEncoder, _Rendered
+from shardwise.data.format import BadRow, Tokens
+from shardwise.data.shapes import Watch
+from tests.data.helpers import CHATML, make_tokenizer
+from tests.data.test_templates import INLINE, MANY, TALKS, folder_of, says, template, user
+from tests.long import EVERYTHING
+
+TOKENIZER = make_tokenizer(None)
+OWN = {
+    # SmolLM2's: a system text of its own where there is none.
+    "default system": "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "chatml": CHATML,
+    "stripped": CHATML.replace("m.content", "m.content | trim"),
+    # The prompt hangs on what was said, and the text does not show it.
+    "a switch in the words": CHATML.replace(
+        "<|im_start|>assistant\n{%", "<|im_start|>assistant\n{% if '/x' in messages[-1].content %}<x>{% endif %}{%"
+    ),
+    "cut": CHATML.replace("m.content", "m.content | truncate(20)"),
+}
+CHOSEN = ("gemma3", "llama3", "qwen3", "glm4moe", "gptoss")
+TALKS_OF_WORDS = {name: talk for name, talk in TALKS.items() if name != "tools"} | {"thought": {"messages": INLINE}}
+
+
+def templates() -> dict[str, str]:
+    names = CHOSEN
+    if EVERYTHING:
+        files = sorted(folder_of("trl", "chat_templates").glob("*.jinja"))
+        names = tuple(file.stem for file in files if not file.stem.endswith("_training"))
+    return OWN | {name: template(name) for name in names}
+
+
+def found(encode: ChatEncoder, value: dict[str, Any]) -> Any:
+    try:
+        rendered = encode._rendered(value, None)
+    except BadRow as error:
+        return str(error)
+    return rendered if isinstance(rendered, _Rendered) else rendered.input_ids.tolist()
+
+
+def slow(text: str, loss: str = "assistant") -> ChatEncoder:
+    encode = ChatEncoder(TOKENIZER, text, loss)
+    encode._known_spans = lambda *_: None  # type: ignore[method-assign]
+    return encode
+
+
+def test_every_template_is_read_alike_in_both_ways() -> None:
+    fast_rows = 0
+    for text in templates().values():
+        for loss in ("assistant", "last_turn"):
+            encode, other = ChatEncoder(TOKENIZER, text, loss), slow(text, loss)
+            for talk in TALKS_OF_WORDS.values():
+                for learned in (None, (1,)):
+                    assert found(encode, talk | {"learned": learned}) == found(other, talk | {"learned": learned})
+            fast_rows += sum(shape is not None for shape in encode._shapes.values())
+    assert fast_rows >= 10
+
+
+WORDS = st.lists(
+    st.sampled_from(["a", "user", "/x", "<think>", "</think>", "\n", "<|im_end|>", "1", "好", " a", "|", "qz0"]),
+    min_size=1,
+    max_size=4,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", ["default system", "stripped", "a switch in the words", "qwen3", "gemma3"])
+@given(st.lists(WORDS.filter(str.strip), min_size=2, max_size=6).filter(lambda said: len(said) % 2 == 0))
+@settings(max_examples=25)
+def test_whatever_is_said_both_ways_agree(name: str, said: list[str]) -> None:
+    text = OWN.get(name) or template(name)
+    messages = [says(words) if place % 2 else user(words) for place, words in enumerate(said)]
+    assert found(_fast(name, text), {"messages": messages}) == found(slow(text), {"messages": messages})
+
+
+_FAST: dict[str, ChatEncoder] = {}
+
+
+def _fast(name: str, text: str) -> ChatEncoder:
+    """One encoder for all examples, so that shapes are met again."""
+    return _FAST.setdefault(name, ChatEncoder(TOKENIZER, text))
+
+
+def test_a_conversation_of_a_known_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ChatEncoder(TOKENIZER, OWN["default system"])
+    encode({"messages": MANY})
+    rendered: list[int] = []
+    render = encode._render
+    monkeypatch.setattr(encode, "_render", lambda *given: rendered.append(1) or render(*given))
+    encode({"messages": [user("Other"), says("words."), *MANY[2:]]})
+    assert len(rendered) == 1
+    rendered.clear()
+    assert all(isinstance(row, Tokens) for row in encode.many([{"messages": MANY}] * 3))
+    assert not rendered  # all of them in one call of the tokenizer
+
+
+def test_rows_together_are_what_they_are_apart_and_bad_ones_have_their_reason() -> None:
+    encode = ChatEncoder(TOKENIZER, CHATML)
+    values = [{"messages": MANY}, {"messages": []}, TALKS["tools"], {"messages": MANY[:2]}, {"messages": MANY[:3]}]
+    rows = encode.many(values)
+    assert [str(row) for row in rows if isinstance(row, BadRow)] == [
+        "the conversation is empty",
+        "the chat template leaves out the call of weather of turn 2 (it may want a list of parts)",
+        "the conversation ends with a turn of role user, nobody answers it",
+    ]
+    for row, value in ((rows[0], values[0]), (rows[3], values[3])):
+        alone = encode(value)
+        assert isinstance(row, Tokens)
+        assert (row.input_ids.tolist(), row.labels.tolist()) == (alone.input_ids.tolist(), alone.labels.tolist())
+    refusing = ChatEncoder(TOKENIZER, "{{ raise_exception('no') if messages | length > 4 }}" + CHATML)
+    assert [isinstance(row, BadRow) for row in refusing.many([{"messages": MANY}, {"messages": MANY[:2]}])] == [1, 0]
+
+
+def test_what_a_template_looks_for_is_known() -> None:
+    watch = Watch("{% if '/no' in x.content or x.content.split('END') or x.role == 'tool' or x.content[:2] == 'ab' %}"
+                  "{% generation %}{{ x.content.strip('=') }}{% endgeneration %}{% endif %}")  # fmt: skip
+    for words in ("say /no", "the END", "tool", "cab"):
+        assert watch.sees(["Hello", words])
+    assert not watch.sees(["Hello", "a tool = good", "content"])
