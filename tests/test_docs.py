@@ -249,7 +249,7 @@ COMMANDS: dict[str, Check] = {
     RESUMED_RUN: is_valid_resume,
     f"{PLAIN_RUN} tp=2 train.precision=bf16 output_dir=output/bf16": is_valid_run,
     f"{PLAIN_RUN} tp=2 sequence_parallel=true": is_valid_run,
-    f"{PLAIN_RUN} tp=2 tp_whole=0.41": is_valid_run,
+    f"{PLAIN_RUN} tp=2 tp_whole=0.22": is_valid_run,
     f"{PLAIN_RUN} dp_replicate=2 gradient_aggregation_group=4": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=interleaved virtual_stages=2": is_valid_run,
     f"{PLAIN_RUN} pp=2 schedule=zero_bubble": is_valid_run,

@@ -285,23 +285,23 @@ class ChatEncoder:
         if not found:
             return []
         texts = [one.text for one in found]
-        encoded: Any = self._tokenizer(
-            texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
-        rows = zip(encoded["input_ids"], encoded["offset_mapping"], found, strict=True)
-        return [self._labelled(ids, offsets, one) for ids, offsets, one in rows]
+        encoded: Any = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        rows = zip(encoded["input_ids"], encoded.encodings, found, strict=True)
+        return [self._labelled(ids, encoding, one) for ids, encoding, one in rows]
 
-    def _labelled(self, row: list[int], offsets: list[tuple[int, int]], found: _Rendered) -> Tokens:
+    def _labelled(self, row: list[int], encoding: Any, found: _Rendered) -> Tokens:
         ids = np.array(row, dtype=np.int32)
         labels = np.full_like(ids, IGNORED)
         for start, end in found.spans:
             # By a token's last character: one that a merge has drawn over the border holds the answer's first one.
-            first, behind = (bisect_right(offsets, border, key=itemgetter(1)) for border in (start, end))
+            first, behind = _token_behind(encoding, start), len(row)
+            if end < len(found.text):
+                behind = _token_behind(encoding, end)
             labels[first:behind] = ids[first:behind]
         vocab = self._tokenizer.get_vocab() if found.instead else {}
         for place, mark in found.instead.items():
             # Only a mark that is one token can take the place of one.
-            at = next((number for number, (start, _) in enumerate(offsets) if start == place), None)
+            at = next((number for number, (start, _) in enumerate(encoding.offsets) if start == place), None)
             if at is None or mark not in vocab:
                 raise BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
             labels[at] = vocab[mark]
@@ -313,6 +313,13 @@ class ChatEncoder:
             labels = np.concatenate([[IGNORED], labels])
         head = int(len(ids) > 0 and int(ids[0]) == self._bos_id)
         return Tokens(ids.astype(np.int32, copy=False), labels.astype(np.int32, copy=False), head=head)
+
+
+def _token_behind(encoding: Any, place: int) -> int:
+    """The first token that ends behind ``place``, a number of characters into the text."""
+    found: int | None = encoding.char_to_token(place)
+    # No token holds the character, such as a space: the offsets say it, a list that takes a while to make.
+    return bisect_right(encoding.offsets, place, key=itemgetter(1)) if found is None else found
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:

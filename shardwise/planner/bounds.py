@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from math import floor
 
+import numpy as np
+
 _HALVINGS = 24
 _SLACK = 1e-9  # of a number of blocks, what rounding may hide
 
@@ -51,3 +53,24 @@ def least_blocks(blocks: int, pp: int, number: int, virtual: int, later: float, 
         middle = (low + high) / 2
         low, high = (low, middle) if held(middle) >= blocks else (middle, high)
     return low
+
+
+@lru_cache(maxsize=64)
+def held_inverses(most: int, most_virtual: int, even: bool) -> np.ndarray:
+    """Sums over the ranks of a pipeline of 1 / micro-batches that a rank holds at least, [stages of a rank - 1, ranks].
+
+    Args:
+        most: ranks.
+        even: the last stage of a rank has no more blocks than its others.
+    """
+
+    def held(pp: int, virtual: int, later: int) -> float:
+        """Micro-batches of a rank that ``later`` others follow."""
+        if virtual == 1:
+            return later + 1
+        last = min(pp, 2 * later + 1)
+        return ((virtual - 1) * pp + last) / virtual if even else last
+
+    return np.array(
+        [[sum(1 / held(pp, v, r) for r in range(pp)) for pp in range(most + 1)] for v in range(1, most_virtual + 1)]
+    )

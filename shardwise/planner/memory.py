@@ -95,12 +95,14 @@ def _first_step(terms: dict[str, Any], copy_bytes: float, work: Work) -> dict[st
 
 
 def block_heap_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, work: Work) -> Any:
-    """What one block adds to the heap of a CPU process."""
+    """What one block adds to the heap of a CPU process; of what stands around the blocks, its gradients."""
     if work.counted != "process":
         return 0.0
     placed = [(part, 1, level)]
-    weights = sum(dense_and_expert(placed, layout, trainable=False)) * work.sent_weight_bytes
     gradients = state_terms(placed, layout, work)["gradients"]
+    if part.name in ENDS:
+        return heap_of_blocks(layout, gradients, 0.0, 0.0, 0.0)
+    weights = sum(dense_and_expert(placed, layout, trainable=False)) * work.sent_weight_bytes
     return heap_of_blocks(layout, gradients, saved_bytes(part, level, layout, work), weights, weights)
 
 

@@ -12,7 +12,7 @@ from shardwise.planner.halves import waiting_bytes
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.layout import Layout
 from shardwise.planner.memory import block_heap_bytes, other_heap_bytes, rank_memory, saved_bytes, slack_share
-from shardwise.planner.parts import ENDS, stage_parts, tied_copy
+from shardwise.planner.parts import stage_parts, tied_copy
 from shardwise.planner.simulate import short_lists
 from shardwise.planner.state import state_terms
 from shardwise.spec.block import PartCosts
@@ -112,7 +112,7 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
     costs, work, slack = job.costs, job.work, 1 + slack_share(job.work)
 
     def state(part: PartCosts) -> float:
-        heap = 0.0 if part.name in ENDS else block_heap_bytes(part, layout.recompute, layout, work)
+        heap = block_heap_bytes(part, layout.recompute, layout, work)
         return float(sum(state_terms([(part, 1, layout.recompute)], layout, work).values()) + heap)
 
     def saved(part: PartCosts, one: Layout) -> float:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from shardwise.planner.bounds import held_inverses
 from shardwise.planner.buffers import communicator_bytes
 from shardwise.planner.compute import part_passes, rank_tokens, total
 from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
@@ -78,6 +78,7 @@ class _Rates:
     saved_first: Any
     saved_last: Any
     workspace: Any
+    workspace_first: Any
     workspace_last: Any
     waiting: Any
     waiting_bytes: Any
@@ -302,27 +303,11 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
         return 1.0
     pp, blocks = rows["pp"], job.costs.num_blocks
     even = not job.fixed.get("stages") and len(set(job.costs.order)) == 1
-    inverses = _inverses(blocks, even)[np.minimum(rows["v"], MOST_VIRTUAL) - 1, pp]
+    inverses = held_inverses(blocks, MOST_VIRTUAL, even)[np.minimum(rows["v"], MOST_VIRTUAL) - 1, pp]
     state = sum(times * _state_bytes(job, layout, [part]) for part, times, _ in held)
     spare = job.limit_bytes * inverses - state - blocks * rates.saved
     gain = blocks * (rates.saved_all - rates.saved)
     return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
-
-
-@cache
-def _inverses(most: int, even: bool) -> np.ndarray:
-    """The sums of :func:`_least_recomputed` by stages of a rank and number of ranks; ``even``: cuts are."""
-
-    def held(pp: int, virtual: int, later: int) -> float:
-        """Micro-batches of a rank that ``later`` others follow."""
-        if virtual == 1:
-            return later + 1
-        last = min(pp, 2 * later + 1)
-        return ((virtual - 1) * pp + last) / virtual if even else last
-
-    return np.array(
-        [[sum(1 / held(pp, v, r) for r in range(pp)) for pp in range(most + 1)] for v in range(1, MOST_VIRTUAL + 1)]
-    )
 
 
 def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
@@ -361,6 +346,7 @@ def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
         "last": ends[1],
         "saved_first": saved[0],
         "saved_last": saved[1] + more,
+        "workspace_first": workspace_bytes(costs.embedding, "none", layout, work),
         "workspace_last": workspace_bytes(costs.head, "none", layout, work),
     }
     return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
@@ -380,16 +366,13 @@ def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
 
 
 def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
-    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them.
+    """Weights, gradients and optimizer state, as :mod:`shardwise.planner.state` counts them, and what the heap keeps.
 
     Gradients that come as activations go are left out: activations are taken to be more.
     """
     terms = state_terms([(part, 1, "none") for part in parts], layout, job.work)
+    terms["heap"] = sum(block_heap_bytes(part, layout.recompute, layout, job.work) for part in parts)
     return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
-
-
-def _heap_bytes(job: Job, layout: Layout, kind: PartCosts) -> Any:
-    return block_heap_bytes(kind, layout.recompute, layout, job.work)
 
 
 def _gathered_bytes(job: Job, layout: Layout) -> Any:
@@ -426,7 +409,6 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     first_round = -(-number // np.maximum(number // pp, 1))
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
-    state = state + sum(times * _heap_bytes(job, layout, kind) for kind, times in _kinds(job)) / num_blocks
     slack = 1 + slack_share(job.work)
     gathered = _gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
@@ -434,8 +416,10 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     if job.work.counted == "device":
         base = base + communicator_bytes(layout, job.cluster)
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
+    beside_first = np.maximum(rates.workspace_first - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
-    first = first + np.where(pp == 1, rates.saved_last * slack + beside_head, 0.0)
+    with_head = rates.saved_last * slack + np.maximum(beside_head, beside_first)
+    first = first + np.where(pp == 1, with_head, beside_first)
     last = base + ends[1] + rates.saved_last * slack + beside_head
     per_block = state + inflight * rates.saved * slack
     # The last rank's first halves run ahead of the second ones, by a micro-batch for each rank before it.

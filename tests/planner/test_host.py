@@ -108,3 +108,14 @@ def test_buffers_of_small_units_find_no_hole_in_the_heap_and_those_of_large_ones
     candidate = Candidate(dp_shard=4, micro_batch_size=1, stages=(4,))
     quick = estimate(large.costs, large.cluster, candidate.layout(8), unmapped)
     assert terms[1, False].step_seconds - quick.step_seconds > 5 * weights / rate
+
+
+@pytest.mark.parametrize(("vocab", "off"), [(512, 0.05), (8192, 0.15)])
+def test_the_quick_judgement_counts_what_the_heap_keeps(vocab: int, off: float) -> None:
+    wanted = job(vocab=vocab)
+    for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
+        columns = judge(wanted, group, group.columns)[0].columns
+        for index in range(0, len(columns["tp"]), 3):
+            plan, _ = refine(wanted, candidate_of(wanted, columns, index))
+            if plan is not None:
+                assert columns["need"][index] == pytest.approx(plan.estimate.memory_bytes, rel=off)

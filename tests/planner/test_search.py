@@ -89,7 +89,7 @@ def test_plans_are_legal_fit_and_come_in_order(name: str) -> None:
     assert any(not plan.not_runnable for plan in found.plans)
 
 
-@pytest.mark.parametrize(("name", "memory"), [("tiny", 0.0), ("tiny", 1.9), ("experts", 0.0)])
+@pytest.mark.parametrize(("name", "memory"), [("tiny", 0.0), ("tiny", 2.8), ("experts", 0.0)])
 def test_nothing_that_was_passed_over_is_faster(name: str, memory: float) -> None:
     """Every legal candidate of a small job, looked at stage by stage whatever its guess and its memory."""
     wanted = job(name, devices=4, rows=8, memory=memory)
@@ -232,7 +232,7 @@ def step(wanted: Job) -> float:
     return search(wanted, top=1).plans[0].step_seconds
 
 
-@settings(max_examples=9, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     name=st.sampled_from(["tiny", "nine", "experts"]),
     lora=st.booleans(),
@@ -313,7 +313,7 @@ def test_every_rank_has_a_part_of_an_odd_vocabulary() -> None:
     assert [one.op for one in embedding.degree(16).collectives] == ["all_reduce"]
 
 
-@pytest.mark.parametrize(("name", "hidden", "chosen"), [("mixtral-8x7b", 4096, 2), ("deepseek-v3", 7168, 8)])
+@pytest.mark.parametrize(("name", "hidden", "chosen"), [("mixtral-8x7b", 4096, 2), ("qwen3-30b-a3b", 2048, 8)])
 def test_hidden_states_of_experts_are_whole_on_every_tensor_rank(name: str, hidden: int, chosen: int) -> None:
     """What is as wide as an expert is cut; a token's copies for its experts are not."""
     block = known_costs(name)[1].kinds[-1]
