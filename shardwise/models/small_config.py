@@ -164,10 +164,8 @@ class _Sizes:
         self.widths[value] = small
 
     def _known_products(self, parts: list[Tree]) -> list[tuple[float, float]]:
-        """Widths of heads together, and of state-space layers inside: in the model and in the copy."""
-        inner = [(expand * hidden, expand * self.widths[hidden]) for expand, hidden in self._expansions(parts)]
-        pairs = [(c * h, small * self.heads[h]) for c, small in self.counts.items() for h in self.heads if c > 1]
-        return [*inner, *pairs]
+        """Widths of state-space layers inside: in the model and in the copy."""
+        return [(expand * hidden, expand * self.widths[hidden]) for expand, hidden in self._expansions(parts)]
 
     def _expansions(self, parts: list[Tree]) -> list[tuple[float, int]]:
         found = [(_expansion(part), _first(part, _HIDDEN)) for part in parts]
@@ -180,7 +178,8 @@ class _Sizes:
         """
         if "state" not in number.name:
             return True
-        groups = [(1, 1), *self.counts.items()]
+        counts = {n.value for n in self._found if n.role is Role.COUNT and "group" in n.name}
+        groups = [(1, 1), *((count, self.counts[count]) for count in counts)]
         return not any(
             small * width == narrow and count * number.value != wide
             for count, small in groups

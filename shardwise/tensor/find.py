@@ -219,8 +219,8 @@ def _problem(
 
 
 def _sizes(product: Product, real: nn.Module, degree: int) -> Sizes:
-    weight = next(iter(real.parameters(recurse=False)))
-    own = next(iter(product.module.parameters(recurse=False)))
+    weight = next(p for p in real.parameters(recurse=False) if p.dim() > 1)
+    own = next(p for p in product.module.parameters(recurse=False) if p.dim() > 1)
     scale = [r / s for r, s in zip(weight.shape[-2:], own.shape[-2:], strict=True)]
     flip = product.is_linear and own.shape[0] != product.out_features
     by_out, by_in = reversed(scale) if flip else scale

@@ -72,8 +72,8 @@ def _by_position(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """[rows, length, ...] of a tensor of the traced pass."""
     if tensor.shape[:2] == (ROWS, LENGTH):
         return tensor
-    if tensor.shape[0] == ROWS * LENGTH:
-        return tensor.unflatten(0, (ROWS, LENGTH))
+    if tensor.shape[0] % (ROWS * LENGTH) == 0:  # all tokens once, or once for each of several experts
+        return tensor.unflatten(0, (-1, ROWS, LENGTH)).movedim(0, 2)
     rule = f"{name} holds its tokens as {list(tensor.shape)}, in which no sequence can be told"
     raise PlanError(VALUE, rule, REMEDY)
 

@@ -121,7 +121,7 @@ def _compare(name: str) -> dict[str, Any]:
 
         whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     num_blocks = find_structure(whole).num_blocks
-    copied = SmallModel(config, None, num_blocks, (), num_predicted(whole))
+    copied = SmallModel(config, None, num_blocks, (), num_ids=num_predicted(whole))
     run = SimpleNamespace(train=TrainConfig(optimizer="sgd"))
     strategy = Strategy(pp=2, tp=2, stages=default_stages(num_blocks, 2), reshard=False)
     want = from_rank_0(lambda: _reference(copied, run))

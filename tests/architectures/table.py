@@ -109,7 +109,9 @@ def main() -> None:
         notes = run_surveys(options.published, names, options.workers, ("tensor",))
         write_findings(rows | {name: with_split(rows[name], notes["tensor", name]) for name in names})
     if options.survey is not None:
-        write_findings(rows_from(run_surveys(options.survey, options.only or survey.architectures(), options.workers)))
+        kept = read_findings()[1] if options.only else {}  # rows of the others stay
+        notes = run_surveys(options.survey, options.only or survey.architectures(), options.workers)
+        write_findings(kept | rows_from(notes))
     write_pages(*read_findings())
 
 
