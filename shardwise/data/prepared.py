@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -51,12 +51,6 @@ _SETTLED_SECONDS = 2.0  # a younger file may change again within the resolution 
 _AHEAD = 4  # chunks a process that wait for it
 Task = tuple[int, str, Format | None, list[Item]]  # number of the file, its name, its format, items that follow
 Progress = Callable[[int, float | None], None]  # (rows so far, share of the bytes or None where unknown)
-
-
-def data_folder(environ: Mapping[str, str]) -> Path | None:
-    """``shardwise/data`` in the user's cache; None for a user without a home."""
-    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
-    return None if base is None else Path(base) / "shardwise" / "data"
 
 
 def num_cores() -> int:

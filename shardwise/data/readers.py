@@ -23,8 +23,8 @@ from shardwise.data.detect import CONVERSATIONS
 from shardwise.data.memory import plain_row
 from shardwise.data.source import BOM, Item, Raw, Record, array_records, convert, decode, local, parse, show
 from shardwise.errors import ConfigError
+from shardwise.spec.data_files import SUFFIXES
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _AHEAD = 1 << 16  # bytes of a file that are looked at to know what it is
 _BATCH = 1000  # rows of a table that are in memory at once
 _GZIP, _PARQUET, _ARROW = b"\x1f\x8b", b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")

@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
 PRELOAD = "shardwise.launch.preload"
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"  # environment variable of the fork server and its workers
 PRELOAD_MORE = "SHARDWISE_PRELOAD"  # environment variable: further modules that this job needs, with commas between
+# A socket's path has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678 to the folder's.
+_LONGEST_FOLDER, _SHORT_FOLDER = 107 - 33, "/tmp"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -51,6 +54,17 @@ def neutral_main() -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
+def _short_folder() -> None:
+    """Let multiprocessing put its sockets where their paths are short enough, also with a long ``TMPDIR``."""
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER or not os.access(_SHORT_FOLDER, os.W_OK):
+        return
+    before, tempfile.tempdir = tempfile.tempdir, _SHORT_FOLDER
+    try:
+        util.get_temp_dir()  # makes a folder once, remembers it, and removes it at the end of this process
+    finally:
+        tempfile.tempdir = before
+
+
 def start() -> None:
     """Start the fork server and return while it still imports. To be called on the main thread: the kernel takes
     the end of the thread that started a process for the end of its parent."""
@@ -60,6 +74,7 @@ def start() -> None:
     # PYTHONSAFEPATH: without it a torch.py or json.py in the current folder would be imported.
     values = {LAUNCHER_PID: str(os.getpid()), "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1"}
     server.set_forkserver_preload([PRELOAD])
+    _short_folder()
     with environment(values), neutral_main():
         server.ensure_running()
 

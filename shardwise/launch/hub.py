@@ -8,9 +8,9 @@ import re
 import tempfile
 from pathlib import Path
 
-from shardwise.data.readers import SUFFIXES
 from shardwise.errors import ConfigError
 from shardwise.launch.paths import check_path, local_path
+from shardwise.spec.data_files import SUFFIXES
 from shardwise.spec.model import find_model
 
 # What a run needs of a hub's folder: no pickled weights, no other formats of the same.

@@ -10,13 +10,14 @@ from rich.console import Console
 
 from shardwise.data.child import prepare_shown, ready
 from shardwise.data.mixing import sources_of
-from shardwise.data.prepared import data_folder, num_cores, open_prepared
+from shardwise.data.prepared import num_cores, open_prepared
 from shardwise.data.rows import Source
 from shardwise.errors import ConfigError
 from shardwise.launch.beacon import beacon
 from shardwise.launch.place import Nodes
 from shardwise.launch.resolve import check_data, locate_data, prepare
 from shardwise.log import say
+from shardwise.spec.data_files import data_folder
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 

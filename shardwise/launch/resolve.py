@@ -26,6 +26,7 @@ from shardwise.launch.paths import check_path, is_path, local_path
 from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
+from shardwise.spec.data_files import data_folder
 from shardwise.spec.filled import filled_keys
 from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
@@ -234,8 +235,6 @@ def locate_data(run: RunConfig, in_memory: Collection[str] = ()) -> RunConfig:
     Raises:
         ConfigError: a data set that is found nowhere.
     """
-    from shardwise.data.prepared import data_folder  # loads numpy, which planning does not need
-
     models_dir, cache = run.models_dir or os.environ.get("SHARDWISE_MODELS_DIR"), data_folder(os.environ)
 
     def found(key: str, given: Sources) -> Sources:

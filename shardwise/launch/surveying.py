@@ -14,11 +14,12 @@ from shardwise.data.child import SMALL_BYTES, prepare_shown
 from shardwise.data.format import IGNORED
 from shardwise.data.mixing import Epoch, combine
 from shardwise.data.order import steps_per_epoch
-from shardwise.data.prepared import data_folder, find_prepared, num_cores, open_prepared, size_of, tokenizer_folder
+from shardwise.data.prepared import find_prepared, num_cores, open_prepared, size_of, tokenizer_folder
 from shardwise.data.rows import Row, Rows, Source, survey_rows
 from shardwise.launch.preparing import run_sources
 from shardwise.log import say
 from shardwise.models.tokenizer import load_tokenizer
+from shardwise.spec.data_files import data_folder
 from shardwise.spec.plan import Plan, batch_equation
 from shardwise.spec.run import RunConfig
 

@@ -14,12 +14,13 @@ from shardwise.checkpoint.listing import CHECKPOINTS, MANIFEST_FILE, is_unlisted
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
-from shardwise.data.prepared import data_folder, num_cores
+from shardwise.data.prepared import num_cores
 from shardwise.models.packing import check_packing
 from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
+from shardwise.spec.data_files import data_folder
 from shardwise.spec.described import SIZES, DescriptionCache, description_folder
 from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps

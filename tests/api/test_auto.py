@@ -56,7 +56,7 @@ def test_the_command_line_then_the_argument_then_the_variable_say_where_models_a
         (lambda m: Trainer(m, TrainingArguments(tp=2), strategy={"tp": 4}), ["two names", "tp"]),
         (lambda m: Trainer(m, strategy={"tp": 3}), ["strategy.tp = 3", "1, 2, 4"]),
         (lambda m: Trainer(m, TrainingArguments(eval_strategy="epoch")), ["eval.strategy", "rows to evaluate"]),
-        (lambda m: Trainer(m, train_dataset=[], strategy={"tp": 2}), ["start from", "installed tool"]),
+        (lambda m: Trainer(m, train_dataset=[], strategy={"tp": 2}), ["start from", "shardwise run script.py"]),
     ],
 )
 def test_what_is_refused_in_the_first_process(models: Path, make: Callable[[str], Any], words: list[str]) -> None:

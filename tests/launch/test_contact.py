@@ -64,7 +64,7 @@ def test_a_notebook_is_told_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_tests_themselves_are_not_started_again() -> None:
-    with pytest.raises(ConfigError, match="installed tool"):
+    with pytest.raises(ConfigError, match="start from"):  # an installed tool; a process without a file under -n
         start_job(2)
 
 

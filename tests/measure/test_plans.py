@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import measured_plans
+from benchmarks.layouts import llama
 from benchmarks.measured_plans import good, measure_plans, stage_bytes, verdict
 from tests.planner.test_host import job
 
@@ -17,7 +17,7 @@ from tests.planner.test_host import job
 @pytest.mark.slow
 def test_two_plans_are_measured_once_and_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = job()
-    config = measured_plans._llama(64, 128, 4, (4, 2), 512)
+    config = llama(64, 128, 4, (4, 2), 512)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = Namespace(rows=str(tmp_path / "rows.jsonl"), repeats=1, most=2)
     rows = measure_plans(wanted, tmp_path, "tiny", options)
