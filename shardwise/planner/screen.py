@@ -389,8 +389,11 @@ def _gathered_bytes(job: Job, layout: Layout) -> Any:
     ends = np.where(layout.pp > 1, np.maximum(size["first"], size["last"]), size["both"])
     if not job.work.ours:
         ends = np.maximum(size["first"], size["last"])
-    blocks = [sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False)) for kind in job.costs.kinds]
-    return gathered_bytes(blocks, ends, layout, job.work)
+    blocks, trained = (
+        [sum(dense_and_expert([(kind, 1, "none")], layout, trainable)) for kind in job.costs.kinds]
+        for trainable in (False, True)
+    )
+    return gathered_bytes(blocks, trained, ends, layout, job.work)
 
 
 def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.ndarray) -> tuple[Any, Any]:

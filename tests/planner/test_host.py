@@ -13,8 +13,10 @@ from shardwise.launch import heap
 from shardwise.launch.planning import work_of
 from shardwise.measure.profile import profile_of
 from shardwise.planner import host
+from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
+from shardwise.planner.data import data_seconds
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.refine import refine
 from shardwise.planner.screen import groups_of, judge
@@ -22,6 +24,7 @@ from shardwise.planner.search import search
 from shardwise.planner.shape import Shape, model_costs
 from shardwise.planner.space import enumerate_space
 from shardwise.planner.sweep import candidate_of
+from shardwise.spec.block import Parameters
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.run import TrainConfig
 from tests.measure.made_samples import made_samples
@@ -108,6 +111,27 @@ def test_buffers_of_small_units_find_no_hole_in_the_heap_and_those_of_large_ones
     candidate = Candidate(dp_shard=4, micro_batch_size=1, stages=(4,))
     quick = estimate(large.costs, large.cluster, candidate.layout(8), unmapped)
     assert terms[1, False].step_seconds - quick.step_seconds > 5 * weights / rate
+
+
+@pytest.mark.parametrize("hidden", [64, 1024])
+def test_frozen_weights_are_gathered_and_never_summed(hidden: int) -> None:
+    """Blocks below and above what the heap maps by itself: of adapters, sums are as small as they are."""
+    wanted = job()
+    whole = model_costs(Shape("any", 4, hidden, 4, 2, hidden // 4, 4 * hidden, 512), (1, 2, 4))
+    layout = Candidate(dp_shard=4, reshard=False, micro_batch_size=1, stages=(4,)).layout(8)
+    found = {}
+    for name, costs in (("whole", whole), ("adapters", adapted(whole, Lora(1)))):
+        sums, gathers = data_seconds([(costs.kinds[0], 4, "none")], layout, wanted.work, wanted.cluster)
+        terms = estimate(costs, wanted.cluster, layout, wanted.work).memory_terms[0]
+        found[name] = (sums, gathers, terms["gathered"], terms["heap"])
+    latency, same = data_seconds([(replace(whole.kinds[0], trainable=Parameters()), 4, "none")], layout, wanted.work,
+                                 wanted.cluster)  # fmt: skip
+    assert found["whole"][1] == pytest.approx(same)
+    assert found["adapters"][1] >= same
+    for index, least in ((0, latency), (2, 0.0)):
+        assert found["adapters"][index] - least < 0.2 * (found["whole"][index] - least)
+    if hidden == 64:
+        assert found["adapters"][3] < 0.4 * found["whole"][3]
 
 
 @pytest.mark.parametrize(("vocab", "off"), [(512, 0.05), (8192, 0.15)])
