@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import ConfigError
@@ -41,6 +43,19 @@ def test_the_half_at_the_cut_is_cut() -> None:
     outputs, inputs = 3 * 4096 + 2 * 11008, 4096 + 11008
     cut, whole = 8 * (outputs + inputs), 8 * (5 * 4096 + 2 * 4096)
     assert rank_parameters(block.trainable, block, Layout(tp=4)) == cut / 4 + whole
+
+
+def test_weights_that_a_degree_holds_whole_do_not_make_adapters_larger() -> None:
+    """Key and value heads fewer than ranks: frozen, so adapters stay what they are without."""
+    kind = LLAMA.kinds[0]
+    number = kind.parameters.whole + 10_000_000
+    degrees = tuple(replace(one, whole=number) if one.degree == 4 else one for one in kind.degrees)
+    held = adapted(replace(LLAMA, kinds=(replace(kind, degrees=degrees),)), Lora(8)).kinds[0]
+    plain = adapted(LLAMA, Lora(8)).kinds[0]
+    layout = Layout(tp=4)
+    assert rank_parameters(held.trainable, held, layout) == rank_parameters(plain.trainable, plain, layout)
+    more = rank_parameters(held.parameters, held, layout) - rank_parameters(plain.parameters, plain, layout)
+    assert more == 10_000_000 * 3 / 4
 
 
 def test_modules_that_train_whole() -> None:
