@@ -15,8 +15,8 @@ from shardwise.measure.profile import profile_of
 from shardwise.planner import host
 from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.cost import Estimate, estimate
-from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
 from shardwise.planner.data import data_seconds
+from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
 from shardwise.planner.job import Candidate, Job
 from shardwise.planner.refine import refine
 from shardwise.planner.screen import groups_of, judge
