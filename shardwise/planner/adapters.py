@@ -26,11 +26,13 @@ class Lora:
     Args:
         targets: names or ends of names; a text is a pattern for whole names, or ``all-linear``: all but the head.
         whole: ends of names of modules that train whole beside the adapters (``modules_to_save``).
+        dropout: of what enters an adapter; above 0 each keeps an input of its own, and the mask.
     """
 
     rank: int = 8
     targets: str | tuple[str, ...] = ALL_LINEAR
     whole: tuple[str, ...] = ()
+    dropout: float = 0.0
 
 
 def adapted(costs: ModelCosts, lora: Lora) -> ModelCosts:
@@ -83,7 +85,7 @@ def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
         False: sum(p.outer for p in own if p.split != "outer"),
     }
     traffic = Amount(split=5.0 * wide[True], whole=5.0 * wide[False])
-    kept = Amount(whole=float(lora.rank * len(own)))
+    kept = Amount(whole=float(lora.rank * len(own))) + (_dropped(own) if lora.dropout else Amount())
     return replace(
         part,
         parameters=part.parameters + size,
@@ -95,6 +97,12 @@ def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
         operators=part.operators + _OPERATORS * len(own),
         degrees=tuple(degrees),
     )
+
+
+def _dropped(products: Sequence[Product]) -> Amount:
+    """What dropout before adapters keeps: of each its result, which A reads, and the mask in bytes."""
+    split, whole = (float(sum(p.inner for p in products if (p.split == "inner") is cut)) for cut in (True, False))
+    return Amount(split=split, whole=whole, split_bytes=split, whole_bytes=whole)
 
 
 def _adapter(product: Product, rank: int) -> tuple[Product, Product]:

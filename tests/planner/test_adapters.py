@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.launch.planning import trained
 from shardwise.planner.adapters import Lora, adapted, adapter_parameters
-from shardwise.planner.compute import rank_parameters
+from shardwise.planner.compute import amount_bytes, rank_parameters
 from shardwise.planner.cost import estimate
 from shardwise.planner.known import known_costs
 from shardwise.planner.layout import Layout, Work
 from shardwise.spec.cluster import load_cluster
+from shardwise.spec.rules import parse_run
 
 LLAMA = known_costs("llama2-7b")[1]
 
@@ -73,6 +75,16 @@ def test_a_higher_rank_costs_more() -> None:
     few, many = (one.memory_terms[0] for one in made)
     assert many["optimizer"] == pytest.approx(8 * few["optimizer"])
     assert made[0].step_seconds < made[1].step_seconds < 1.2 * made[0].step_seconds
+
+
+def test_dropout_keeps_an_input_and_a_mask_for_each_adapter() -> None:
+    run = parse_run({"model": "m", "lora": {"target_modules": ["q_proj", "down_proj"], "dropout": 0.1}})
+    plain = parse_run({"model": "m", "lora": {"target_modules": ["q_proj", "down_proj"]}})
+    layout, work = Layout(tp=2), Work(2048, ours=True)
+    with_masks, without = (trained(one, LLAMA).kinds[0] for one in (run, plain))
+    for level, more in (("none", 4096 + 11008 / 2), ("full", 0)):
+        kept = [amount_bytes(one.saved[level], layout, work) for one in (with_masks, without)]
+        assert kept[0] - kept[1] == pytest.approx(2048 * more * (2 + 1))
 
 
 @pytest.mark.parametrize("targets", [("nope",), "nope.*", ("q_proj", "k_prj")])
