@@ -134,6 +134,21 @@ def test_frozen_weights_are_gathered_and_never_summed(hidden: int) -> None:
         assert found["adapters"][3] < 0.4 * found["whole"][3]
 
 
+def test_the_heap_of_shared_weights_is_less_under_a_pipeline() -> None:
+    """Activations of several micro-batches leave room for the buffers of sums, in both judgements."""
+    wanted = replace(job(rows=16), fixed={"pp": 2, "tp": 1, "dp_shard": 2, "micro_batch_size": 2})
+    wanted = replace(wanted, work=replace(wanted.work, sequence=512))
+    seen = 0
+    for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
+        columns = judge(wanted, group, group.columns)[0].columns
+        for index in range(len(columns["tp"])):
+            plan, _ = refine(wanted, candidate_of(wanted, columns, index))
+            if plan is not None:
+                seen += 1
+                assert columns["need"][index] <= plan.estimate.memory_bytes * 1.02
+    assert seen
+
+
 @pytest.mark.parametrize(("vocab", "off"), [(512, 0.05), (8192, 0.15)])
 def test_the_quick_judgement_counts_what_the_heap_keeps(vocab: int, off: float) -> None:
     wanted = job(vocab=vocab)
