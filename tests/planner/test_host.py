@@ -17,8 +17,8 @@ from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.cost import Estimate, estimate
 from shardwise.planner.data import data_seconds
 from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
-from shardwise.planner.job import Candidate, Job
-from shardwise.planner.refine import refine
+from shardwise.planner.job import USABLE_MEMORY, Candidate, Job
+from shardwise.planner.refine import _fits, memory_need, refine
 from shardwise.planner.screen import groups_of, judge
 from shardwise.planner.search import search
 from shardwise.planner.shape import Shape, model_costs
@@ -147,6 +147,14 @@ def test_the_heap_of_shared_weights_is_less_under_a_pipeline() -> None:
                 seen += 1
                 assert columns["need"][index] <= plan.estimate.memory_bytes * 1.02
     assert seen
+
+
+def test_what_tensor_ranks_send_is_counted_once_in_a_cut() -> None:
+    wanted = job(vocab=8192)
+    candidate = Candidate(pp=2, tp=2, micro_batch_size=1, stages=(2, 2))
+    need = memory_need(wanted, candidate)
+    close = replace(wanted, memory_bytes=(need + host._TENSOR_BYTES / 2) / USABLE_MEMORY)
+    assert _fits(close, candidate, candidate.layout(close.rows))(1, 2, 4)
 
 
 @pytest.mark.parametrize(("vocab", "off"), [(512, 0.05), (8192, 0.15)])
