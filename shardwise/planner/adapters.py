@@ -15,6 +15,7 @@ _NO_LINEAR = re.compile(r"(^|\.)(gate|router|product)$")  # routers are weights 
 _EMBEDDINGS = re.compile(r"(^|[._])(emb\w*|wte|wpe|embed_\w+)$")
 _OPERATORS = 4  # of an adapter: two products, its scale, the sum with what the layer gives
 _PREFIXES = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers", "backbone.layers")
+_MOST_BLOCKS = 200  # whose numbers a pattern may name
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,11 @@ def _is_target(product: Product, part: PartCosts, lora: Lora) -> bool:
 
 
 def _full_names(product: Product, part: PartCosts) -> list[str]:
-    """Names that a pattern can mean: of a block's layer with a number, under the prefixes of usual families."""
+    """Names that a pattern can mean: of a block's layer with any number, under the prefixes of usual families."""
     if part.name in ("embedding", "head"):
         return [product.name]
-    return [product.name, *(f"{prefix}.0.{product.name}" for prefix in _PREFIXES)]
+    blocks = [f"{prefix}.{number}" for prefix in _PREFIXES for number in range(_MOST_BLOCKS)]
+    return [product.name, *(f"{block}.{product.name}" for block in blocks)]
 
 
 def _ends_with(entry: str, name: str) -> bool:

@@ -26,6 +26,7 @@ LLAMA = known_costs("llama2-7b")[1]
         (Lora(16), 39_976_960),
         (Lora(8, ("q_proj", "v_proj")), 4_194_304),
         (Lora(8, r".*\.(q|v)_proj"), 4_194_304),
+        (Lora(8, r"model\.layers\.(1\d|2\d)\..*(q|v)_proj"), 4_194_304),  # named in one block, counted in all
         (Lora(8, ("q_proj", "lm_head")), 2_097_152 + 8 * (4096 + 32000)),
     ],
     ids=str,
