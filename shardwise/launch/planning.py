@@ -181,7 +181,7 @@ def trained(run: RunConfig, costs: ModelCosts) -> ModelCosts:
     wanted = lora.target_modules
     everything = wanted is None or (isinstance(wanted, str) and wanted.lower() == ALL_LINEAR)
     targets = ALL_LINEAR if everything or wanted is None else wanted
-    return adapted(costs, Lora(lora.r, targets, lora.modules_to_save))
+    return adapted(costs, Lora(lora.r, targets, lora.modules_to_save, lora.dropout))
 
 
 def save_plan(job: Job, found: Found, path: Path) -> str:

@@ -34,26 +34,28 @@ class RowLength:
 def row_length(run: RunConfig, max_positions: int) -> RowLength:
     """The longest rows that a run is to expect, at most what ``data.max_length`` and the model allow.
 
-    Packed rows fill what is allowed. Of data that cannot be read here (a script's, a broken file's) rows count as 512
-    tokens. Where no data are named, they have as many as ``data.max_length`` allows, else at most 4,096.
+    Packed rows fill ``data.max_length``; without it they are packed up to the longest one. Of a source that cannot be
+    read here (a script's, a broken file's) rows count as 512 tokens. Where no data are named, they have as many as
+    ``data.max_length`` allows, else at most 4,096.
     """
     given = run.data.max_length
     most = min(given or max_positions, max_positions)
     limit = "data.max_length" if given is not None and given <= max_positions else "the positions of the model"
-    if run.data.packing:
+    if run.data.packing and given is not None:
         return RowLength(most, f"packed rows fill {limit}")
     sources = data_sources(run.data.train) if run.data.train else []
     if not sources:
         if given is None and most > _MOST_TOKENS:
             return RowLength(_MOST_TOKENS, "usual, since neither data nor data.max_length are given")
         return RowLength(most, f"{limit}, since no data are given")
-    seen = [found for source in sources if (found := _longest(Path(source.path))) is not None]
-    longest = max(_LEAST_TOKENS, max(seen, default=DEFAULT_ROW_TOKENS))
+    seen = [_longest(Path(source.path)) for source in sources]
+    longest = max(_LEAST_TOKENS, *(DEFAULT_ROW_TOKENS if found is None else found for found in seen))
     if longest > most:
         return RowLength(most, limit)
-    if not seen:
+    if all(found is None for found in seen):
         return RowLength(longest, "usual, since the rows cannot be read here")
-    return RowLength(longest, f"the longest of the first {_LOOKED_AT} rows")
+    unread = f", {DEFAULT_ROW_TOKENS} for a source that cannot be read here" if None in seen else ""
+    return RowLength(longest, f"the longest of the first {_LOOKED_AT} rows{unread}")
 
 
 def _longest(path: Path) -> int | None:

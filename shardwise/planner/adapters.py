@@ -15,6 +15,7 @@ _NO_LINEAR = re.compile(r"(^|\.)(gate|router|product)$")  # routers are weights 
 _EMBEDDINGS = re.compile(r"(^|[._])(emb\w*|wte|wpe|embed_\w+)$")
 _OPERATORS = 4  # of an adapter: two products, its scale, the sum with what the layer gives
 _PREFIXES = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers", "backbone.layers")
+_MOST_BLOCKS = 200  # whose numbers a pattern may name
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Lora:
     Args:
         targets: names or ends of names; a text is a pattern for whole names, or ``all-linear``: all but the head.
         whole: ends of names of modules that train whole beside the adapters (``modules_to_save``).
+        dropout: of what enters an adapter; above 0 each keeps an input of its own, and the mask.
     """
 
     rank: int = 8
     targets: str | tuple[str, ...] = ALL_LINEAR
     whole: tuple[str, ...] = ()
+    dropout: float = 0.0
 
 
 def adapted(costs: ModelCosts, lora: Lora) -> ModelCosts:
@@ -83,7 +86,7 @@ def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
         False: sum(p.outer for p in own if p.split != "outer"),
     }
     traffic = Amount(split=5.0 * wide[True], whole=5.0 * wide[False])
-    kept = Amount(whole=float(lora.rank * len(own)))
+    kept = Amount(whole=float(lora.rank * len(own))) + (_dropped(own) if lora.dropout else Amount())
     return replace(
         part,
         parameters=part.parameters + size,
@@ -95,6 +98,12 @@ def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
         operators=part.operators + _OPERATORS * len(own),
         degrees=tuple(degrees),
     )
+
+
+def _dropped(products: Sequence[Product]) -> Amount:
+    """What dropout before adapters keeps: of each its result, which A reads, and the mask in bytes."""
+    split, whole = (float(sum(p.inner for p in products if (p.split == "inner") is cut)) for cut in (True, False))
+    return Amount(split=split, whole=whole, split_bytes=split, whole_bytes=whole)
 
 
 def _adapter(product: Product, rank: int) -> tuple[Product, Product]:
@@ -118,10 +127,11 @@ def _is_target(product: Product, part: PartCosts, lora: Lora) -> bool:
 
 
 def _full_names(product: Product, part: PartCosts) -> list[str]:
-    """Names that a pattern can mean: of a block's layer with a number, under the prefixes of usual families."""
+    """Names that a pattern can mean: of a block's layer with any number, under the prefixes of usual families."""
     if part.name in ("embedding", "head"):
         return [product.name]
-    return [product.name, *(f"{prefix}.0.{product.name}" for prefix in _PREFIXES)]
+    blocks = [f"{prefix}.{number}" for prefix in _PREFIXES for number in range(_MOST_BLOCKS)]
+    return [product.name, *(f"{block}.{product.name}" for block in blocks)]
 
 
 def _ends_with(entry: str, name: str) -> bool:

@@ -69,7 +69,9 @@ def rank_parameters(parameters: Any, part: PartCosts, layout: Layout) -> Any:
     """Weights of a part on one rank, before data ranks share anything out."""
     whole = parameters.whole
     override = part.degree(layout.tp).whole
-    if override is not None and part.parameters.whole:
+    if override is not None and parameters is part.trainable and any(".lora_" in one.name for one in part.products):
+        pass  # adapters say themselves which half of them is whole; the override is of what is frozen beside them
+    elif override is not None and part.parameters.whole:
         whole = whole * override / part.parameters.whole
     elif override is not None and part.parameters.split:
         whole = parameters.split * override / part.parameters.split

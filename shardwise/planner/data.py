@@ -45,7 +45,8 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
     strides = (layout.tp, layout.tp * layout.ep if layout.expert_tensor else layout.ep)
     for index, (ranks, stride) in enumerate(zip((layout.data_ranks, layout.expert_data_ranks), strides, strict=True)):
         gradients = trained[index] * work.sent_gradient_bytes
-        weights = (held if layout.zero == 3 else trained)[index] * work.sent_weight_bytes
+        # FSDP2 gathers frozen weights with the others, in each step anew; others' ZeRO-1 and 2 what was updated.
+        weights = (held if layout.zero == 3 or work.ours else trained)[index] * work.sent_weight_bytes
         if layout.zero == 0:
             sums = sums + collective_seconds("all_reduce", gradients, ranks, stride, cluster)
             continue
@@ -58,21 +59,26 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
             rate = cluster.chip.memory_bandwidth * cluster.chip.bandwidth_efficiency
             sums = sums + more * collective_seconds("reduce_scatter", 0.0, shard, stride, cluster)
             sums = sums + _COPIES * gradients / rate + work.host.reduction * step
-            sums = sums + _SUM_BUFFERS * _mapped_bytes(parts, layout, work) * work.host.mapped / rate
+            sums = sums + _SUM_BUFFERS * _mapped_bytes(parts, layout, work, trainable=True) * work.host.mapped / rate
             gathers = gathers + more * collective_seconds("all_gather", 0.0, shard, stride, cluster)
             gathers = gathers + _COPIES * weights / rate + work.host.gather * step
-            gathers = gathers + _GATHER_BUFFERS * _mapped_bytes(parts, layout, work) * work.host.mapped / rate
+            mapped = _mapped_bytes(parts, layout, work, trainable=False) * work.host.mapped
+            gathers = gathers + _GATHER_BUFFERS * mapped / rate
     return sums, gathers
 
 
-def _mapped_bytes(parts: Sequence[Placed], layout: Layout, work: Work) -> Any:
-    """Weights of units that are too large for a heap of freed memory: each buffer of theirs is mapped anew."""
+def _mapped_bytes(parts: Sequence[Placed], layout: Layout, work: Work, trainable: bool) -> Any:
+    """Weights of units that are too large for a heap of freed memory: each buffer of theirs is mapped anew.
+
+    Args:
+        trainable: only those that are summed, else all that are gathered.
+    """
     if work.counted != "process":
         return 0.0
     found: Any = 0.0
     ends: Any = 0.0
     for part, times, level in parts:
-        size = sum(dense_and_expert([(part, 1, level)], layout, trainable=False)) * work.sent_weight_bytes
+        size = sum(dense_and_expert([(part, 1, level)], layout, trainable)) * work.sent_weight_bytes
         if part.name in ENDS:
             ends = ends + times * size
         else:

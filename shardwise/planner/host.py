@@ -29,21 +29,26 @@ _TENSOR_BYTES = 10 * 2**20
 KEPT_BESIDE_GATHERS = 2**23
 # Of a larger block the heap keeps what is smaller: its weights one by one.
 _BUFFERS, _MORE_BUFFERS = 2.6, 0.9  # times the weights of all such blocks: at first, and for each doubling of the times
+# Of the first share that is in buffers for sums, which are of what trains alone. Fitted is the whole, on models that
+# train whole; divided as the fresh buffers of shardwise.planner.data are, 5 to 1.25.
+_OF_SUMS = 0.8
 _PIECES, _MORE_PIECES = 0.15, 0.4  # likewise; the "grouped" model is the one that they were fitted on
 
 
 @dataclass(frozen=True)
 class Freed:
-    """Bytes of a rank that come and go beside the terms of its memory.
+    """Bytes of a rank that come and go beside the terms of its memory. Numbers may be arrays of candidates.
 
     Args:
         pass_bytes: activations of one pass of a stage; ``block_bytes`` weights of the largest block as it is gathered,
-            ``blocks_bytes`` of all.
+            ``blocks_bytes`` of all; ``trained_block_bytes`` and ``trained_bytes`` those of them that have gradients.
     """
 
-    pass_bytes: float
-    block_bytes: float
-    blocks_bytes: float
+    pass_bytes: Any
+    block_bytes: Any = 0.0
+    blocks_bytes: Any = 0.0
+    trained_block_bytes: Any = 0.0
+    trained_bytes: Any = 0.0
 
 
 # Python between kernels takes the cores that compute, so it is part of every step: hooks of tensor ranks and of FSDP2,
@@ -67,27 +72,28 @@ def on_cluster(work: Work, cluster: ClusterSpec) -> Work:
 
 def heap_bytes(terms: Mapping[str, Any], layout: Layout, freed: Freed) -> float:
     """What a process keeps of memory that it has freed, beside the terms of what tensors hold."""
-    held = heap_of_blocks(layout, terms["gradients"], freed.pass_bytes, freed.blocks_bytes, freed.block_bytes)
+    held = heap_of_blocks(layout, terms["gradients"], freed)
     if layout.zero:  # buffers for sums come with the last pass, when activations of those before it are gone
         held = max(held - max(terms["activations"] - freed.pass_bytes, 0.0), 0.0)
     return float(held + heap_of_others(layout, terms["logits"] + terms["workspace"]))
 
 
-def heap_of_blocks(layout: Layout, gradients: Any, passing: Any, weights: Any, block: Any) -> Any:
+def heap_of_blocks(layout: Layout, gradients: Any, freed: Freed) -> Any:
     """What the heap keeps of blocks, in proportion to them. Numbers may be arrays of candidates.
 
     Args:
-        gradients: bytes of them; ``passing`` of activations of one pass; ``weights`` as they are gathered, ``block`` of
-            the largest block.
+        gradients: bytes of them.
     """
     share = choose(layout.num_micro_batches > 1, _OF_PASS, 0.0)
     share = share + _OF_DEFERRED * (layout.schedule == "zero_bubble")
     share = share + _OF_SEQUENCES * layout.tp * layout.sequence_parallel
     if layout.zero:
         more = log2(_gathers(layout))
-        small = weights * (_BUFFERS + _MORE_BUFFERS * more)
-        return choose(block < KEPT_BESIDE_GATHERS, small, weights * (_PIECES + _MORE_PIECES * more) + share * passing)
-    return share * passing + _OF_GRADIENTS * gradients
+        small = freed.blocks_bytes * ((1 - _OF_SUMS) * _BUFFERS + _MORE_BUFFERS * more)
+        large = freed.blocks_bytes * (_PIECES + _MORE_PIECES * more) + share * freed.pass_bytes
+        sums = choose(freed.trained_block_bytes < KEPT_BESIDE_GATHERS, _OF_SUMS * _BUFFERS * freed.trained_bytes, 0.0)
+        return sums + choose(freed.block_bytes < KEPT_BESIDE_GATHERS, small, large)
+    return share * freed.pass_bytes + _OF_GRADIENTS * gradients
 
 
 def heap_of_others(layout: Layout, num_bytes: Any) -> Any:

@@ -101,9 +101,12 @@ def block_heap_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, wor
     placed = [(part, 1, level)]
     gradients = state_terms(placed, layout, work)["gradients"]
     if part.name in ENDS:
-        return heap_of_blocks(layout, gradients, 0.0, 0.0, 0.0)
-    weights = sum(dense_and_expert(placed, layout, trainable=False)) * work.sent_weight_bytes
-    return heap_of_blocks(layout, gradients, saved_bytes(part, level, layout, work), weights, weights)
+        return heap_of_blocks(layout, gradients, Freed(0.0))
+    held, trained = (
+        sum(dense_and_expert(placed, layout, trainable)) * work.sent_weight_bytes for trainable in (False, True)
+    )
+    freed = Freed(saved_bytes(part, level, layout, work), held, held, trained, trained)
+    return heap_of_blocks(layout, gradients, freed)
 
 
 def other_heap_bytes(num_bytes: Any, layout: Layout, work: Work) -> Any:
@@ -119,9 +122,11 @@ def slack_share(work: Work) -> float:
 def _freed(parts: Sequence[Placed], pass_bytes: float, layout: Layout, work: Work) -> Freed:
     """What comes and goes in a step, for the heap of a process to keep pieces of."""
     blocks = [one for one in parts if one[0].name not in ENDS]
-    held = [float(sum(dense_and_expert([one], layout, trainable=False))) * work.sent_weight_bytes for one in blocks]
-    one = max((size / placed[1] for size, placed in zip(held, blocks, strict=True)), default=0.0)
-    return Freed(pass_bytes, one, sum(held))
+    sizes = []
+    for trainable in (False, True):
+        held = [float(sum(dense_and_expert([one], layout, trainable))) * work.sent_weight_bytes for one in blocks]
+        sizes += [max((size / one[1] for size, one in zip(held, blocks, strict=True)), default=0.0), sum(held)]
+    return Freed(pass_bytes, *sizes)
 
 
 def _larger(terms: dict[str, Any], some: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
@@ -182,11 +187,12 @@ def _gathered(parts: Sequence[Placed], layout: Layout, work: Work) -> float:
     """Bytes of what comes and goes with the traffic of the data ranks."""
     if not layout.zero:
         return 0.0
-    blocks, ends = [], 0.0
+    blocks, trained, ends = [], [], 0.0
     for part, _, level in parts:
         size = sum(dense_and_expert([(part, 1, level)], layout, trainable=False))
         if part.name in ENDS:
             ends = ends + size if work.ours else max(ends, size)
         else:
             blocks.append(size)
-    return float(gathered_bytes(blocks, ends, layout, work))
+            trained.append(sum(dense_and_expert([(part, 1, level)], layout, trainable=True)))
+    return float(gathered_bytes(blocks, trained, ends, layout, work))

@@ -117,7 +117,10 @@ def _fits(job: Job, candidate: Candidate, layout: Layout) -> Fits:
 
     def saved(part: PartCosts, one: Layout) -> float:
         kept = float(saved_bytes(part, one.recompute, one, work))
-        return kept * slack + (float(other_heap_bytes(kept, one, work)) if part.name == "head" else 0.0)
+        if part.name != "head":
+            return kept * slack
+        # In proportion to the logits alone: what tensor ranks send is among what is there whatever the cut.
+        return kept * slack + float(other_heap_bytes(kept, one, work) - other_heap_bytes(0.0, one, work))
 
     plain = replace(layout, recompute="none")
     states = [0.0, *accumulate(state(costs.kinds[kind]) for kind in costs.order)]

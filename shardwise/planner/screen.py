@@ -16,7 +16,8 @@ import numpy as np
 from shardwise.planner.bounds import held_inverses
 from shardwise.planner.buffers import communicator_bytes
 from shardwise.planner.compute import part_passes, rank_tokens, total
-from shardwise.planner.data import data_seconds, dense_and_expert, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms
+from shardwise.planner.gathered import job_gathered_bytes
 from shardwise.planner.halves import deferred_seconds, waiting_bytes, waiting_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
@@ -37,7 +38,7 @@ from shardwise.planner.space import (
     shard_degrees,
     with_schedules,
 )
-from shardwise.planner.state import gathered_bytes, gradients_apart, state_terms
+from shardwise.planner.state import gradients_apart, state_terms
 from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts
 
 _SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
@@ -305,6 +306,10 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
     even = not job.fixed.get("stages") and len(set(job.costs.order)) == 1
     inverses = held_inverses(blocks, MOST_VIRTUAL, even)[np.minimum(rows["v"], MOST_VIRTUAL) - 1, pp]
     state = sum(times * _state_bytes(job, layout, [part]) for part, times, _ in held)
+    if layout.zero:  # what the heap keeps is less where activations are more
+        state = state - sum(
+            times * block_heap_bytes(part, layout.recompute, layout, job.work) for part, times, _ in held
+        )
     spare = job.limit_bytes * inverses - state - blocks * rates.saved
     gain = blocks * (rates.saved_all - rates.saved)
     return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
@@ -375,24 +380,6 @@ def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
     return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
 
 
-def _gathered_bytes(job: Job, layout: Layout) -> Any:
-    """What comes and goes with the traffic of the data ranks, on a rank that has both ends or the larger one."""
-    copies = [tied_copy(job.costs)] if job.costs.tied else []
-    size = {
-        name: sum(dense_and_expert([(part, 1, "none") for part in parts], layout, trainable=False))
-        for name, parts in (
-            ("first", [job.costs.embedding]),
-            ("last", [job.costs.head, *copies]),
-            ("both", [job.costs.embedding, job.costs.head]),
-        )
-    }
-    ends = np.where(layout.pp > 1, np.maximum(size["first"], size["last"]), size["both"])
-    if not job.work.ours:
-        ends = np.maximum(size["first"], size["last"])
-    blocks = [sum(dense_and_expert([(kind, 1, "none")], layout, trainable=False)) for kind in job.costs.kinds]
-    return gathered_bytes(blocks, ends, layout, job.work)
-
-
 def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.ndarray) -> tuple[Any, Any]:
     """Bytes of the fullest rank, and the share of blocks that must be recomputed to stay below the limit (1: all).
 
@@ -410,7 +397,7 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     chunks = np.minimum((v - 1) * first_round + 2 * (pp - 1) + 1, number * v) / v
     inflight = np.where(v > 1, chunks, number if job.fixed.get("schedule") == "gpipe" else np.minimum(pp, number))
     slack = 1 + slack_share(job.work)
-    gathered = _gathered_bytes(job, layout)
+    gathered = job_gathered_bytes(job, layout)
     base = job.work.base_bytes + gathered + rates.workspace * slack
     base = base + other_heap_bytes(rates.workspace, layout, job.work)
     if job.work.counted == "device":
@@ -421,13 +408,21 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     with_head = rates.saved_last * slack + np.maximum(beside_head, beside_first)
     first = first + np.where(pp == 1, with_head, beside_first)
     last = base + ends[1] + rates.saved_last * slack + beside_head
-    per_block = state + inflight * rates.saved * slack
+    heap = sum(times * block_heap_bytes(kind, layout.recompute, layout, job.work) for kind, times in _kinds(job))
+    heap = heap / num_blocks * (layout.zero > 0)
+    state = state - heap
+
+    def activations(number_held: Any) -> Any:
+        """Of a block, with what the heap keeps where data ranks share out, as :mod:`shardwise.planner.host` has it."""
+        return number_held * rates.saved * slack + np.maximum(heap - (number_held - 1 / v) * rates.saved, 0.0)
+
+    per_block = state + activations(inflight)
     # The last rank's first halves run ahead of the second ones, by a micro-batch for each rank before it.
     ahead = rows["halves"] * (pp - 1) * rates.waiting_bytes * slack
-    last_block = state + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1) * rates.saved * slack + ahead
+    last_held = np.where(v > 1, inflight - (pp - 1) * 2 / v, 1)
+    last_block = state + activations(last_held) + ahead
     # Whole blocks can move from the first ranks, which hold most, to later ones: an average rank's load decides.
-    average = state + (inflight + np.where(v > 1, inflight - (pp - 1) * 2 / v, 1)) / 2 * rates.saved * slack
-    average = average + ahead / 2
+    average = state + (activations(inflight) + activations(last_held)) / 2 + ahead / 2
     even = np.where(pp == 1, first + blocks * per_block, base + blocks * average + (first + last - 2 * base) / pp)
     need = np.maximum(even, np.maximum(first + per_block, last + last_block))
     if layout.recompute != "full":

@@ -62,25 +62,29 @@ def gradients_apart(layout: Layout, work: Work) -> Any:
     return once if layout.zero else once & (layout.dp == 1)
 
 
-def gathered_bytes(blocks: Sequence[Any], ends: Any, layout: Layout, work: Work) -> Any:
+def gathered_bytes(blocks: Sequence[Any], trained: Sequence[Any], ends: Any, layout: Layout, work: Work) -> Any:
     """Bytes of what comes and goes with the traffic of data ranks that share out.
 
     Args:
-        blocks: weights of each block of the rank on one rank, before anything is shared out; ``ends``: of all else.
+        blocks: weights of each block of the rank on one rank, before anything is shared out; ``trained``: those of
+            them that have gradients; ``ends``: of all else.
     """
     if not layout.zero or (not work.ours and layout.zero < 3):
         return 0.0
     block: Any = 0.0
     for size in blocks:
         block = largest(block, size)
+    summed: Any = 0.0
+    for size in trained:
+        summed = largest(summed, size)
     if not work.ours:
         return largest(block, ends) * (2 * work.sent_weight_bytes + work.sent_gradient_bytes)
     # What enters the sum of a block's gradients is a copy in fp32; that of the ends comes when activations are gone.
-    sums = block * summed_bytes(work)
+    sums = summed * summed_bytes(work)
     if layout.zero < 3:
         return sums
     # The ends stay gathered through a pass; of the blocks this one and the next are, and this one's fresh gradient.
-    passing = ends * work.sent_weight_bytes + block * (2 * work.sent_weight_bytes + work.compute_bytes)
+    passing = ends * work.sent_weight_bytes + block * 2 * work.sent_weight_bytes + summed * work.compute_bytes
     return sums + choose(layout.pp > 1, 0.0, passing)
 
 

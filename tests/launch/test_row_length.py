@@ -36,6 +36,24 @@ def test_the_longest_of_the_first_rows_counts(tmp_path: Path) -> None:
     assert tokens(path, max_length=2048, packing=True) == 2048
 
 
+def test_packing_without_a_limit_packs_to_the_longest_row(tmp_path: Path) -> None:
+    """As the loader does, not to all positions of the model."""
+    path = write(tmp_path / "rows.jsonl", [{"input_ids": [1] * n} for n in (20, 90, 30)])
+    assert tokens(path, positions=131072, packing=True) == 90
+    unknown = row_length(parse_run({"model": "m", "data": {"packing": True}}, planned=True), 2**31 - 1)
+    assert unknown.tokens == 4096
+
+
+def test_a_source_that_cannot_be_read_counts_beside_one_that_can(tmp_path: Path) -> None:
+    short = write(tmp_path / "short.jsonl", [{"input_ids": [1] * 24}])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{broken\n", encoding="utf-8")
+    sources = [{"path": str(short)}, {"path": str(broken)}]
+    found = row_length(parse_run({"model": "m", "data": {"train": sources}}), 4096)
+    assert found.tokens == 512
+    assert found.source == "the longest of the first 200 rows, 512 for a source that cannot be read here"
+
+
 def test_texts_count_by_their_bytes(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a" * 290}, {"role": "assistant", "content": "\u6f22" * 100}]
     path = write(tmp_path / "rows.jsonl", [{"messages": turns}])

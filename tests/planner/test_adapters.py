@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.launch.planning import trained
 from shardwise.planner.adapters import Lora, adapted, adapter_parameters
-from shardwise.planner.compute import rank_parameters
+from shardwise.planner.compute import amount_bytes, rank_parameters
 from shardwise.planner.cost import estimate
 from shardwise.planner.known import known_costs
 from shardwise.planner.layout import Layout, Work
 from shardwise.spec.cluster import load_cluster
+from shardwise.spec.rules import parse_run
 
 LLAMA = known_costs("llama2-7b")[1]
 
@@ -22,6 +26,7 @@ LLAMA = known_costs("llama2-7b")[1]
         (Lora(16), 39_976_960),
         (Lora(8, ("q_proj", "v_proj")), 4_194_304),
         (Lora(8, r".*\.(q|v)_proj"), 4_194_304),
+        (Lora(8, r"model\.layers\.(1\d|2\d)\..*(q|v)_proj"), 4_194_304),  # named in one block, counted in all
         (Lora(8, ("q_proj", "lm_head")), 2_097_152 + 8 * (4096 + 32000)),
     ],
     ids=str,
@@ -43,6 +48,19 @@ def test_the_half_at_the_cut_is_cut() -> None:
     assert rank_parameters(block.trainable, block, Layout(tp=4)) == cut / 4 + whole
 
 
+def test_weights_that_a_degree_holds_whole_do_not_make_adapters_larger() -> None:
+    """Key and value heads fewer than ranks: frozen, so adapters stay what they are without."""
+    kind = LLAMA.kinds[0]
+    number = kind.parameters.whole + 10_000_000
+    degrees = tuple(replace(one, whole=number) if one.degree == 4 else one for one in kind.degrees)
+    held = adapted(replace(LLAMA, kinds=(replace(kind, degrees=degrees),)), Lora(8)).kinds[0]
+    plain = adapted(LLAMA, Lora(8)).kinds[0]
+    layout = Layout(tp=4)
+    assert rank_parameters(held.trainable, held, layout) == rank_parameters(plain.trainable, plain, layout)
+    more = rank_parameters(held.parameters, held, layout) - rank_parameters(plain.parameters, plain, layout)
+    assert more == 10_000_000 * 3 / 4
+
+
 def test_modules_that_train_whole() -> None:
     costs = adapted(LLAMA, Lora(8, ("q_proj",), ("embed_tokens", "lm_head")))
     assert costs.embedding.trainable == LLAMA.embedding.trainable
@@ -58,6 +76,16 @@ def test_a_higher_rank_costs_more() -> None:
     few, many = (one.memory_terms[0] for one in made)
     assert many["optimizer"] == pytest.approx(8 * few["optimizer"])
     assert made[0].step_seconds < made[1].step_seconds < 1.2 * made[0].step_seconds
+
+
+def test_dropout_keeps_an_input_and_a_mask_for_each_adapter() -> None:
+    run = parse_run({"model": "m", "lora": {"target_modules": ["q_proj", "down_proj"], "dropout": 0.1}})
+    plain = parse_run({"model": "m", "lora": {"target_modules": ["q_proj", "down_proj"]}})
+    layout, work = Layout(tp=2), Work(2048, ours=True)
+    with_masks, without = (trained(one, LLAMA).kinds[0] for one in (run, plain))
+    for level, more in (("none", 4096 + 11008 / 2), ("full", 0)):
+        kept = [amount_bytes(one.saved[level], layout, work) for one in (with_masks, without)]
+        assert kept[0] - kept[1] == pytest.approx(2048 * more * (2 + 1))
 
 
 @pytest.mark.parametrize("targets", [("nope",), "nope.*", ("q_proj", "k_prj")])

@@ -13,15 +13,18 @@ from shardwise.launch import heap
 from shardwise.launch.planning import work_of
 from shardwise.measure.profile import profile_of
 from shardwise.planner import host
+from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.cost import Estimate, estimate
+from shardwise.planner.data import data_seconds
 from shardwise.planner.host import KEPT_BESIDE_GATHERS, on_cluster
-from shardwise.planner.job import Candidate, Job
-from shardwise.planner.refine import refine
+from shardwise.planner.job import USABLE_MEMORY, Candidate, Job
+from shardwise.planner.refine import _fits, memory_need, refine
 from shardwise.planner.screen import groups_of, judge
 from shardwise.planner.search import search
 from shardwise.planner.shape import Shape, model_costs
 from shardwise.planner.space import enumerate_space
 from shardwise.planner.sweep import candidate_of
+from shardwise.spec.block import Parameters
 from shardwise.spec.cluster import ClusterSpec, load_cluster
 from shardwise.spec.run import TrainConfig
 from tests.measure.made_samples import made_samples
@@ -108,6 +111,50 @@ def test_buffers_of_small_units_find_no_hole_in_the_heap_and_those_of_large_ones
     candidate = Candidate(dp_shard=4, micro_batch_size=1, stages=(4,))
     quick = estimate(large.costs, large.cluster, candidate.layout(8), unmapped)
     assert terms[1, False].step_seconds - quick.step_seconds > 5 * weights / rate
+
+
+@pytest.mark.parametrize("hidden", [64, 1024])
+def test_frozen_weights_are_gathered_and_never_summed(hidden: int) -> None:
+    """Blocks below and above what the heap maps by itself: of adapters, sums are as small as they are."""
+    wanted = job()
+    whole = model_costs(Shape("any", 4, hidden, 4, 2, hidden // 4, 4 * hidden, 512), (1, 2, 4))
+    layout = Candidate(dp_shard=4, reshard=False, micro_batch_size=1, stages=(4,)).layout(8)
+    found = {}
+    for name, costs in (("whole", whole), ("adapters", adapted(whole, Lora(1)))):
+        sums, gathers = data_seconds([(costs.kinds[0], 4, "none")], layout, wanted.work, wanted.cluster)
+        terms = estimate(costs, wanted.cluster, layout, wanted.work).memory_terms[0]
+        found[name] = (sums, gathers, terms["gathered"], terms["heap"])
+    latency, same = data_seconds([(replace(whole.kinds[0], trainable=Parameters()), 4, "none")], layout, wanted.work,
+                                 wanted.cluster)  # fmt: skip
+    assert found["whole"][1] == pytest.approx(same)
+    assert found["adapters"][1] >= same
+    for index, least in ((0, latency), (2, 0.0)):
+        assert found["adapters"][index] - least < 0.2 * (found["whole"][index] - least)
+    if hidden == 64:
+        assert found["adapters"][3] < 0.4 * found["whole"][3]
+
+
+def test_the_heap_of_shared_weights_is_less_under_a_pipeline() -> None:
+    """Activations of several micro-batches leave room for the buffers of sums, in both judgements."""
+    wanted = replace(job(rows=16), fixed={"pp": 2, "tp": 1, "dp_shard": 2, "micro_batch_size": 2})
+    wanted = replace(wanted, work=replace(wanted.work, sequence=512))
+    seen = 0
+    for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
+        columns = judge(wanted, group, group.columns)[0].columns
+        for index in range(len(columns["tp"])):
+            plan, _ = refine(wanted, candidate_of(wanted, columns, index))
+            if plan is not None:
+                seen += 1
+                assert columns["need"][index] <= plan.estimate.memory_bytes * 1.02
+    assert seen
+
+
+def test_what_tensor_ranks_send_is_counted_once_in_a_cut() -> None:
+    wanted = job(vocab=8192)
+    candidate = Candidate(pp=2, tp=2, micro_batch_size=1, stages=(2, 2))
+    need = memory_need(wanted, candidate)
+    close = replace(wanted, memory_bytes=(need + host._TENSOR_BYTES / 2) / USABLE_MEMORY)
+    assert _fits(close, candidate, candidate.layout(close.rows))(1, 2, 4)
 
 
 @pytest.mark.parametrize(("vocab", "off"), [(512, 0.05), (8192, 0.15)])
