@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.spec.plan import DeviceType
@@ -26,8 +26,8 @@ class Alive:
     """The devices that a job may use and that answer.
 
     Attributes:
-        names: as the visibility variable names them.
-        lost: those that the variable names, and that do not answer.
+        names: as the visibility variable is to name them; GPUs by identity, since their numbers move when one is lost.
+        lost: those that the variable names, and that do not answer; without it, the numbers that are missing.
     """
 
     device: DeviceType
@@ -57,9 +57,12 @@ def alive_devices(device: DeviceType, environ: Mapping[str, str]) -> Alive | Non
     if not gpus:
         return None
     identities = [identity for _, identity in gpus] + _MIG.findall(listing)
+    by_index = dict(gpus)
     if environ.get(VISIBLE["cuda"]) is None:  # by identity: the driver may count in another order than its tool
-        return Alive(device, tuple(identity for _, identity in gpus))
-    return _visible(device, [index for index, _ in gpus], identities, environ[VISIBLE["cuda"]])
+        gone = (str(index) for index in range(max(map(int, by_index))) if str(index) not in by_index)
+        return Alive(device, tuple(by_index.values()), tuple(gone))
+    alive = _visible(device, list(by_index), identities, environ[VISIBLE["cuda"]])
+    return replace(alive, names=tuple(by_index.get(name, name) for name in alive.names))
 
 
 def _visible(device: DeviceType, indices: list[str], identities: Sequence[str], variable: str | None) -> Alive:

@@ -22,9 +22,9 @@ GPU 3: NVIDIA H200 (UUID: GPU-cc-3)
 @pytest.mark.parametrize(
     ("variable", "names", "lost"),
     [
-        (None, ("GPU-aa-0", "GPU-bb-1", "GPU-cc-3"), ()),
-        ("0,1,2,3", ("0", "1", "3"), ("2",)),
-        ("3, 2", ("3",), ("2",)),
+        (None, ("GPU-aa-0", "GPU-bb-1", "GPU-cc-3"), ("2",)),
+        ("0,1,2,3", ("GPU-aa-0", "GPU-bb-1", "GPU-cc-3"), ("2",)),
+        ("3, 2", ("GPU-cc-3",), ("2",)),
         ("GPU-bb,GPU-ee,MIG-dd-0", ("GPU-bb", "MIG-dd-0"), ("GPU-ee",)),
         ("", (), ()),
     ],
