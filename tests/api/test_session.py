@@ -33,13 +33,13 @@ def output(tmp_path: Path) -> Iterator[Path]:
     release_all()
 
 
-def _begin(output: Path, again: bool, more: dict[str, Any] | None = None) -> tuple[RunConfig, bool]:
+def _begin(output: Path, again: bool, more: dict[str, Any] | None = None, left: bool = False) -> tuple[RunConfig, bool]:
     """An attempt of a script that overwrites what is there."""
     tree: dict[str, Any] = {"model": str(make_folder(output.parent / "model")), "output_dir": str(output)}
     tree |= {"data": {"train": str(output.parent / "rows.jsonl")}, "device": "cpu", "overwrite": True} | (more or {})
     store, place = SimpleNamespace(agree=lambda make: make()), SimpleNamespace(world_size=1)
     worker = SimpleNamespace(place=place, store=store, has_worked_in=lambda folder: again and folder == output)
-    worker.begin = worker.has_left = lambda folder: None
+    worker.begin, worker.has_left = lambda folder: None, lambda folder: left
     run, _, found = _agree(cast(ScriptWorker, worker), tree, [], None)
     assert found is again
     return run, is_set_aside(output)
@@ -50,6 +50,12 @@ def test_an_attempt_after_one_without_a_step_begins_as_that_did(output: Path) ->
         run, aside = _begin(output, again)
         assert (run.resume, run.overwrite, aside) == ("no", True, True)
         assert [path.name for path in checkpoints_now(output).iterdir()] == ["step-00000050"]
+
+
+def test_an_attempt_in_a_new_folder_is_told_of(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for left in (False, True):
+        _begin(output, False, left=left)
+        assert capsys.readouterr().err.count("is a new folder, so this attempt begins anew") == left
 
 
 def test_an_attempt_after_one_with_steps_goes_on_from_what_it_has_saved(
