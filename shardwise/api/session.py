@@ -17,6 +17,7 @@ from shardwise.launch.paths import local_path
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
 from shardwise.launch.worker import tell_failure, worker_error
+from shardwise.log import say
 from shardwise.report.console import show_line, show_plan
 from shardwise.spec.aliases import translate
 from shardwise.spec.plan import Plan
@@ -170,9 +171,14 @@ def _agree(
     """
 
     def make() -> dict[str, Any]:
-        output = local_path(parse_run(translate(tree)[0]).output_dir)
+        given = tree
+        said = parse_run(translate(tree)[0])
+        output = local_path(said.output_dir)
         again = worker.has_worked_in(output)
-        run, plan = prepare(tree | {"devices": worker.place.world_size}, in_memory=in_memory, own_output=again)
+        goes_on = again and not is_set_aside(output)
+        if goes_on:  # before it is looked at: what the script says to resume may have been removed by its own run
+            given = translate(tree)[0] | {"resume": begun_again(said, output).resume, "overwrite": False}
+        run, plan = prepare(given | {"devices": worker.place.world_size}, in_memory=in_memory, own_output=again)
         if plan.devices != worker.place.world_size:  # planned, by cluster
             rule = f"the fastest plan is for {plan.devices} devices"
             raise PlanError(f"{worker.place.world_size} processes", rule, f"Start {plan.devices}, or leave cluster out")
@@ -180,10 +186,10 @@ def _agree(
             rows = eval_rows * plan.strategy.dp
             run = run.model_copy(update={"eval": run.eval.model_copy(update={"batch_size": rows})})
         run = run.model_copy(update={"output_dir": os.path.abspath(run.output_dir)})
-        goes_on = again and not is_set_aside(output)
-        if goes_on:
-            run = begun_again(run, output)
-        write_status(write_run(run, plan, goes_on=goes_on), Status(state="running"))
+        if worker.has_left(output):
+            say(f"{output} is a new folder, so this attempt begins anew; with the same output_dir it would go on")
+        folder = write_run(run, plan, goes_on=goes_on, begin=lambda: worker.begin(output))
+        write_status(folder, Status(state="running"))
         return {"run": run.model_dump(mode="json", by_alias=True), "plan": plan.to_json(), "again": again}
 
     agreed = worker.store.agree(make)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.spec.plan import DeviceType
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _DEV = Path("/dev")
-_ANSWER_SECONDS = 60
+ANSWER_SECONDS = 60
 _GPU = re.compile(r"^GPU (\d+): .*\(UUID: (\S+)\)\s*$", re.MULTILINE)
 _MIG = re.compile(r"\(UUID: (MIG-\S+)\)\s*$", re.MULTILINE)
 
@@ -26,8 +26,8 @@ class Alive:
     """The devices that a job may use and that answer.
 
     Attributes:
-        names: as the visibility variable names them.
-        lost: those that the variable names, and that do not answer.
+        names: as the visibility variable is to name them; GPUs by identity, since their numbers move when one is lost.
+        lost: those that the variable names, and that do not answer; without it, the numbers that are missing.
     """
 
     device: DeviceType
@@ -40,21 +40,29 @@ class Alive:
 
 
 def alive_devices(device: DeviceType, environ: Mapping[str, str]) -> Alive | None:
-    """The living devices of this type; None where nothing can tell: on a CPU, or without the vendor's tool."""
+    """The living devices of this type; None where nothing can tell: on a CPU, or where the vendor's tool is
+    absent, hangs or names no device at all, and where none of the NPUs that the variable names has a file: in a
+    container its numbers may be logical ones."""
     if device == "cpu":
         return None
     if device == "npu":
         found = (re.fullmatch(r"davinci(\d+)", path.name) for path in _DEV.glob("davinci*"))
         numbers = sorted((match[1] for match in found if match), key=int)
-        return _visible(device, numbers, (), environ.get(VISIBLE[device]))
+        alive = _visible(device, numbers, (), environ.get(VISIBLE[device]))
+        return None if not numbers or (alive.lost and not alive.names) else alive
     listing = _listing()
     if listing is None:
         return None
     gpus = _GPU.findall(listing)
+    if not gpus:
+        return None
     identities = [identity for _, identity in gpus] + _MIG.findall(listing)
+    by_index = dict(gpus)
     if environ.get(VISIBLE["cuda"]) is None:  # by identity: the driver may count in another order than its tool
-        return Alive(device, tuple(identity for _, identity in gpus))
-    return _visible(device, [index for index, _ in gpus], identities, environ[VISIBLE["cuda"]])
+        gone = (str(index) for index in range(max(map(int, by_index))) if str(index) not in by_index)
+        return Alive(device, tuple(by_index.values()), tuple(gone))
+    alive = _visible(device, list(by_index), identities, environ[VISIBLE["cuda"]])
+    return replace(alive, names=tuple(by_index.get(name, name) for name in alive.names))
 
 
 def _visible(device: DeviceType, indices: list[str], identities: Sequence[str], variable: str | None) -> Alive:
@@ -68,12 +76,10 @@ def _visible(device: DeviceType, indices: list[str], identities: Sequence[str], 
 
 
 def _listing() -> str | None:
-    """What nvidia-smi lists; None where it is not there. It ends with an error when one device is lost, and names the
-    others all the same; one that hangs because of such a device has found none."""
+    """What nvidia-smi lists; None where it is not there, or hangs. It ends with an error when one device is lost, and
+    names the others all the same."""
     command = ["nvidia-smi", "-L"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False).stdout
-    except subprocess.TimeoutExpired:
-        return ""
-    except OSError:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False).stdout
+    except (subprocess.TimeoutExpired, OSError):
         return None

@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from shardwise.launch.alive import ANSWER_SECONDS
 from shardwise.launch.place import Nodes
 from shardwise.train.context import Restart
 
 WOULD_GO_ON = ""  # the word of a machine that could begin again
-_WORD_SECONDS = 30.0  # from one machine's end of an attempt to the others'
+# From one machine's end of an attempt to the others', which may first wait for what tells their devices.
+_WORD_SECONDS = 30.0 + ANSWER_SECONDS
 _STEP_SECONDS = 0.1
 
 

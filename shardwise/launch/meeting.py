@@ -25,6 +25,8 @@ _RUN_ID = "shardwise"
 _LIMIT_SECONDS = 600.0
 _STEP_SECONDS = 0.2
 _CONNECT_SECONDS = 2.0
+_JOIN_SECONDS = 3.0  # a try at the store, in which no signal is heard
+_SILENCES = 3  # one answer may be late on a busy machine
 _SILENT_SECONDS = 3.0  # machines that come within this time are not spoken of
 
 
@@ -109,14 +111,32 @@ class Meeting(StaticTCPRendezvous):
         if self._attempt:
             self._wait(lambda: [] if self._machines.store.check([self._port_key()]) else [0])
             self.master_port = int(self._machines.store.get(self._port_key()))
-        self._wait(lambda: [] if self._answers() else [0])
-        limit = timedelta(seconds=_LIMIT_SECONDS)
-        return TCPStore(self.master_addr, self.master_port, None, False, limit, wait_for_workers=False)
+        found: list[TCPStore] = []
+
+        def missing() -> list[int]:
+            found.extend(self._joined())
+            return [] if found else [0]
+
+        self._wait(missing)
+        return found[0]
+
+    def _joined(self) -> list[TCPStore]:
+        """The store, or nothing while it is not there."""
+        if not self._answers():
+            return []
+        limit = timedelta(seconds=_JOIN_SECONDS)
+        try:
+            return [TCPStore(self.master_addr, self.master_port, None, False, limit, wait_for_workers=False)]
+        except RuntimeError:  # what is there is no store yet
+            return []
 
     def _answers(self) -> bool:
         """Whether machine 0 is there; a store would fill the terminal with traces while it is not."""
         try:
-            rows = preparing_rows(self.master_addr, self.master_port, _CONNECT_SECONDS)
+            for _ in range(1 if self._attempt else _SILENCES):  # data are prepared before the first attempt alone
+                rows = preparing_rows(self.master_addr, self.master_port, _CONNECT_SECONDS)
+                if rows is not None:
+                    break
         except OSError:
             return False
         if rows is not None and rows != self._prepared:

@@ -206,10 +206,11 @@ def count_devices(device: DeviceType) -> int:
     return len(_npu_files()) if device == "npu" else _count_cuda()
 
 
-def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False) -> Path:
+def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False, begin: Callable[[], None] = lambda: None) -> Path:
     """Claim the output folder and write what the workers read, ``run.yaml`` and ``plan.json``; its path.
 
     What they replace is set aside until the run has made a step, unless it is the run's own, which ``goes_on``.
+    ``begin`` is called between the two: nothing of another run lies there any more, and nothing of this one yet.
 
     Raises:
         ConfigError: another run is at work in the folder, or it cannot be written to.
@@ -219,6 +220,7 @@ def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False) -> Path:
     if not goes_on:
         put_back(output_dir)  # of an attempt that was killed
         set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
+    begin()
     try:
         (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
         plan.save(output_dir / "plan.json")

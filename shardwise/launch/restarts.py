@@ -91,10 +91,12 @@ def with_devices_left(work: Work) -> Work:
         ShardwiseError: there are too few of them.
     """
     alive = living_devices(work)
-    if alive is None or work.nodes.count > 1:
+    if alive is None:
         return work
-    if alive.lost or len(alive.names) < work.devices:
+    if alive.lost or len(alive.names) < local_processes(work.devices, work.nodes):
         work = replace(work, variables=alive.variables())
+    if work.nodes.count > 1:
+        return work
     left = len(alive.names)
     if left >= work.devices:
         return work

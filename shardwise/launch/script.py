@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _POINTER = "output_dir"
+_BEGUN = "begun"
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,34 @@ class Script:
 def point_to(job_dir: Path, output_dir: Path) -> None:
     """Leave the name of the output folder for the launcher, behind those of Trainers before, in one move."""
     names = [str(path) for path in outputs_of(job_dir) if path != output_dir]
-    draft = job_dir / f".{_POINTER}"
-    draft.write_text(json.dumps([*names, str(output_dir)]), encoding="utf-8")
-    draft.replace(job_dir / _POINTER)
+    _write(job_dir / _POINTER, [*names, str(output_dir)])
 
 
 def outputs_of(job_dir: Path) -> list[Path]:
     """The output folders that the workers of a job have named, the one at work last."""
-    path = job_dir / _POINTER
-    return [Path(name) for name in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    return [Path(name) for name in _read(job_dir / _POINTER)]
 
 
 def output_of(job_dir: Path) -> Path | None:
     """The output folder that a worker has named, None before."""
     return next(reversed(outputs_of(job_dir)), None)
+
+
+def note_begun(job_dir: Path, output_dir: Path, attempt: int) -> None:
+    """Leave word for later attempts that a Trainer of this one (0 for the first) has begun in a folder, in one move."""
+    _write(job_dir / _BEGUN, [*_read(job_dir / _BEGUN), [attempt, str(output_dir)]])
+
+
+def begun_of(job_dir: Path) -> list[tuple[int, Path]]:
+    """Which attempt began in which folder: an entry for each Trainer, in their order."""
+    return [(attempt, Path(name)) for attempt, name in _read(job_dir / _BEGUN)]
+
+
+def _write(path: Path, values: list[Any]) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps(values), encoding="utf-8")
+    draft.replace(path)
+
+
+def _read(path: Path) -> list[Any]:
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []

@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch.culprit import remove_errors
 from shardwise.launch.join import JobStore
 from shardwise.launch.place import Place, current_place
-from shardwise.launch.script import Script, output_of, outputs_of, point_to
+from shardwise.launch.script import Script, begun_of, note_begun, output_of, point_to
 from shardwise.launch.stop import StopChannel
 from shardwise.launch.streams import log_path, show, switch_log
 from shardwise.launch.worker import guarded, open_process_group, timeout_seconds, use_cores
@@ -72,10 +72,29 @@ class ScriptWorker:
         show()
 
     def has_worked_in(self, output_dir: Path) -> bool:
-        """Whether an attempt of this job before has worked in a folder, so that what lies there is its own."""
-        if self.restart is None or self._job_dir is None:
-            return False
-        return output_dir.resolve() in outputs_of(self._job_dir)
+        """Whether the Trainer that begins in a folder is one of an attempt before, and what lies there is its own.
+
+        A second Trainer in a folder is another run. Where an attempt had two, whose results lie there is not known.
+        """
+        earlier, now = self._begun()
+        attempts = [attempt for attempt, folder in earlier if folder == output_dir.resolve()]
+        return bool(attempts) and len(set(attempts)) == len(attempts) and output_dir.resolve() not in now
+
+    def has_left(self, output_dir: Path) -> bool:
+        """Whether the first Trainer of this attempt begins in a folder that no attempt before has had."""
+        earlier, now = self._begun()
+        return bool(earlier) and not now and output_dir.resolve() not in {folder for _, folder in earlier}
+
+    def begin(self, output_dir: Path) -> None:
+        """Leave word that a Trainer of this attempt begins in a folder; called on rank 0."""
+        if self._job_dir is not None:
+            note_begun(self._job_dir, output_dir.resolve(), self.restart.number if self.restart else 0)
+
+    def _begun(self) -> tuple[list[tuple[int, Path]], list[Path]]:
+        """What attempts before have begun, and the folders in which this one has."""
+        begun = begun_of(self._job_dir) if self._job_dir is not None else []
+        number = self.restart.number if self.restart else 0
+        return [each for each in begun if each[0] < number], [folder for each, folder in begun if each == number]
 
     def settle(self, output_dir: Path, again: bool = False) -> WorkerContext:
         """Move into the output folder, which is there: log, errors and status lie in it from now on.

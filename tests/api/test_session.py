@@ -10,7 +10,9 @@ from typing import Any, cast
 import pytest
 
 from shardwise.api.session import _agree
+from shardwise.launch import resolve
 from shardwise.launch.lock import release_all
+from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script import point_to
 from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.run import RunConfig
@@ -31,12 +33,13 @@ def output(tmp_path: Path) -> Iterator[Path]:
     release_all()
 
 
-def _begin(output: Path, again: bool) -> tuple[RunConfig, bool]:
+def _begin(output: Path, again: bool, more: dict[str, Any] | None = None, left: bool = False) -> tuple[RunConfig, bool]:
     """An attempt of a script that overwrites what is there."""
     tree: dict[str, Any] = {"model": str(make_folder(output.parent / "model")), "output_dir": str(output)}
-    tree |= {"data": {"train": str(output.parent / "rows.jsonl")}, "device": "cpu", "overwrite": True}
+    tree |= {"data": {"train": str(output.parent / "rows.jsonl")}, "device": "cpu", "overwrite": True} | (more or {})
     store, place = SimpleNamespace(agree=lambda make: make()), SimpleNamespace(world_size=1)
     worker = SimpleNamespace(place=place, store=store, has_worked_in=lambda folder: again and folder == output)
+    worker.begin, worker.has_left = lambda folder: None, lambda folder: left
     run, _, found = _agree(cast(ScriptWorker, worker), tree, [], None)
     assert found is again
     return run, is_set_aside(output)
@@ -49,7 +52,16 @@ def test_an_attempt_after_one_without_a_step_begins_as_that_did(output: Path) ->
         assert [path.name for path in checkpoints_now(output).iterdir()] == ["step-00000050"]
 
 
-def test_an_attempt_after_one_with_steps_goes_on_from_what_it_has_saved(output: Path) -> None:
+def test_an_attempt_in_a_new_folder_is_told_of(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for left in (False, True):
+        _begin(output, False, left=left)
+        assert capsys.readouterr().err.count("is a new folder, so this attempt begins anew") == left
+
+
+def test_an_attempt_after_one_with_steps_goes_on_from_what_it_has_saved(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "check_resume", lambda *arguments: None)
     _begin(output, False)
     discard(output)  # with the first step
     (output / "logs").mkdir()
@@ -63,11 +75,54 @@ def test_an_attempt_after_one_with_steps_goes_on_from_what_it_has_saved(output: 
 
 
 def test_a_worker_knows_the_folders_of_attempts_before(tmp_path: Path) -> None:
+    place, first = cast(Any, None), ScriptWorker(cast(Any, None), tmp_path, None)
     for name in ("first", "second"):
+        assert not first.has_worked_in(tmp_path / name)
+        assert not first.has_left(tmp_path / name)
+        first.begin(tmp_path / name)
         point_to(tmp_path, tmp_path / name)
     restart = Restart(1, 2, 0.0, "rank 1 was killed")
-    place = cast(Any, None)
     again = ScriptWorker(place, tmp_path, None, restart=restart)
     assert [again.has_worked_in(tmp_path / name) for name in ("first", "second", "third")] == [True, True, False]
     assert again.folder == tmp_path / "second", "where the launcher looks for its errors"
-    assert not ScriptWorker(place, tmp_path, None).has_worked_in(tmp_path / "first")
+    assert [again.has_left(tmp_path / name) for name in ("first", "third")] == [False, True]
+    again.begin(tmp_path / "first")
+    assert not again.has_left(tmp_path / "third"), "it has gone on elsewhere before"
+
+
+def test_a_second_trainer_in_a_folder_does_not_take_over_what_the_first_has_saved(tmp_path: Path) -> None:
+    def worker(attempt: int) -> ScriptWorker:
+        restart = Restart(attempt, 3, 0.0, "rank 1 was killed") if attempt else None
+        return ScriptWorker(cast(Any, None), tmp_path, None, restart=restart)
+
+    worker(0).begin(tmp_path / "out")
+    second = worker(1)
+    assert second.has_worked_in(tmp_path / "out"), "the first Trainer goes on"
+    second.begin(tmp_path / "out")
+    assert not second.has_worked_in(tmp_path / "out"), "the second one of the same attempt does not"
+    second.begin(tmp_path / "out")
+    assert not worker(2).has_worked_in(tmp_path / "out"), "the first one's results have been replaced"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rank_that_is_killed_while_it_begins_has_begun(output: Path, overwrite: bool) -> None:
+    """Before anything is written that a later attempt would refuse, and after what lay there was set aside."""
+    told: list[tuple[bool, bool]] = []
+    tree: dict[str, Any] = {"model": str(make_folder(output.parent / "model")), "device": "cpu", "devices": 1}
+    tree |= {"data": {"train": str(output.parent / "rows.jsonl")}, "overwrite": overwrite}
+    tree |= {"output_dir": str(output if overwrite else output.parent / "new")}
+    run, plan = prepare(tree)
+    folder = Path(run.output_dir)
+    write_run(run, plan, begin=lambda: told.append((is_set_aside(folder), (folder / "run.yaml").exists())))
+    assert told == [(overwrite, False)]
+
+
+def test_a_checkpoint_that_the_run_has_removed_since_is_not_asked_for(output: Path) -> None:
+    """The script resumes from one of its own folder, which rotation has taken away before the failure."""
+    (output / "run.yaml").write_text("{}")
+    fake_checkpoint(output / "checkpoints", 60, {"train": {}, "identity": {}})
+    checked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "check_resume", lambda run, plan, folder: checked.append(run.resume))
+        run, _ = _begin(output, True, {"resume": str(output / "checkpoints" / "step-00000040"), "overwrite": False})
+    assert (run.resume, checked) == ("auto", ["auto"])

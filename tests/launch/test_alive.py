@@ -22,9 +22,9 @@ GPU 3: NVIDIA H200 (UUID: GPU-cc-3)
 @pytest.mark.parametrize(
     ("variable", "names", "lost"),
     [
-        (None, ("GPU-aa-0", "GPU-bb-1", "GPU-cc-3"), ()),
-        ("0,1,2,3", ("0", "1", "3"), ("2",)),
-        ("3, 2", ("3",), ("2",)),
+        (None, ("GPU-aa-0", "GPU-bb-1", "GPU-cc-3"), ("2",)),
+        ("0,1,2,3", ("GPU-aa-0", "GPU-bb-1", "GPU-cc-3"), ("2",)),
+        ("3, 2", ("GPU-cc-3",), ("2",)),
         ("GPU-bb,GPU-ee,MIG-dd-0", ("GPU-bb", "MIG-dd-0"), ("GPU-ee",)),
         ("", (), ()),
     ],
@@ -37,15 +37,19 @@ def test_gpus_that_are_visible_and_answer(
     assert alive_devices("cuda", environ) == Alive("cuda", names, lost)
 
 
-def test_a_tool_that_hangs_has_found_none_and_one_that_is_absent_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_fails_as_a_whole_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(subprocess, "run", fail)
     error: Exception = subprocess.TimeoutExpired("nvidia-smi", 60)
-    assert alive_devices("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) == Alive("cuda", (), ("0", "1"))
+    assert alive_devices("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) is None
     error = FileNotFoundError()
     assert alive_devices("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) is None
+    broken = SimpleNamespace(stdout="Failed to initialize NVML: Driver/library version mismatch")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: broken)
+    for environ in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+        assert alive_devices("cuda", environ) is None
 
 
 def test_npus_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,4 +58,5 @@ def test_npus_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(alive, "_DEV", tmp_path)
     assert alive_devices("npu", {}) == Alive("npu", ("0", "2", "10"))
     assert alive_devices("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1,2"}) == Alive("npu", ("2",), ("1",))
+    assert alive_devices("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1,3"}) is None, "they may be logical numbers"
     assert alive_devices("cpu", {}) is None

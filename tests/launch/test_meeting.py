@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
+from shardwise.launch.alive import ANSWER_SECONDS
 from shardwise.launch.beacon import beacon
 from shardwise.launch.machines import Machines
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
@@ -47,6 +49,7 @@ def meet(machines: list[Meeting], refused: threading.Event | None = None) -> lis
         thread.start()
     for thread in threads:
         thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
     return results
 
 
@@ -122,6 +125,27 @@ def test_a_machine_that_prepares_is_waited_for_as_long_as_it_gets_on(
     endpoint = free_endpoint()
     with beacon(Nodes(2, 0, endpoint)), pytest.raises(LaunchError, match="machine 0 has not come within 2 s"):
         machine(endpoint, 1).next_rendezvous()  # it is there, and does not get on
+
+
+def test_one_late_answer_is_not_taken_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what turns out to be none: it is tried again."""
+    answers: list[int | None] = [None, 7, None, None, None, None, None, None]
+    tried: list[int] = []
+
+    def store(*_: object, **__: object) -> str:
+        tried.append(len(answers))
+        if len(tried) == 1:
+            raise DistNetworkError("it closed the connection")
+        return "the store"
+
+    monkeypatch.setattr(meeting, "preparing_rows", lambda *_: answers.pop(0))
+    monkeypatch.setattr(meeting, "TCPStore", store)
+    assert cast(str, machine("127.0.0.1:1", 1)._connect()) == "the store"
+    assert tried == [3, 0], "after three silences in a row, each time"
+
+
+def test_machines_wait_for_each_other_longer_than_for_the_tool_that_lists_devices() -> None:
+    assert machines_module._WORD_SECONDS >= ANSWER_SECONDS + 30
 
 
 def test_a_port_that_is_taken_is_refused() -> None:

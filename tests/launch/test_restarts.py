@@ -13,6 +13,7 @@ from shardwise.launch import resolve, restarts
 from shardwise.launch.agent import Outcome, Work
 from shardwise.launch.alive import Alive
 from shardwise.launch.lock import release_all
+from shardwise.launch.place import Nodes
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script import Script, outputs_of, point_to
 from shardwise.spec.plan import Plan
@@ -117,6 +118,8 @@ def test_what_is_left_is_what_the_workers_see(work: Work, monkeypatch: pytest.Mo
     monkeypatch.setattr(restarts, "living_devices", lambda work: alive)
     going_on = restarts.with_devices_left(work)
     assert (going_on.devices, going_on.variables) == (4, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
+    going_on = restarts.with_devices_left(replace(work, devices=8, nodes=Nodes(2, 1, "h:1")))
+    assert (going_on.devices, going_on.variables) == (8, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
 
 
 @pytest.mark.parametrize(("left", "rule"), [(("0", "1"), "started again on as many as before"), ((), "none can go on")])

@@ -102,7 +102,7 @@ except KeyboardInterrupt:
     time.sleep(0.3)
     mine.unlink()
 """
-    timer = threading.Thread(target=_interrupt_when, args=(tmp_path / "mine",))
+    timer = threading.Thread(target=_interrupt_when, args=(tmp_path / "mine",), daemon=True)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         measuring._run_child([sys.executable, "-c", child], os.environ)
@@ -111,7 +111,10 @@ except KeyboardInterrupt:
 
 
 def _interrupt_when(path: Path) -> None:
+    deadline = time.monotonic() + 50
     while not path.exists():
+        if time.monotonic() > deadline:
+            return  # a signal that comes late would end another test
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
