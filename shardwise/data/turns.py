@@ -161,7 +161,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
         if message["role"] == "assistant":
             start, end = assistant_span(messages, k, text, render)
         elif content:
-            start = _place_of_words(messages[: k + 1], content, text, before, render)
+            start = place_of_words(messages[: k + 1], content, text, before, render)
             if start < 0:
                 raise BadRow(f"the chat template leaves out the text of turn {k + 1}, or writes it elsewhere")
             end = start + len(content)
@@ -174,7 +174,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
     return spans
 
 
-def _place_of_words(turns: list[Message], content: str, text: str, before: int, render: Render) -> int:
+def place_of_words(turns: list[Message], content: str, text: str, before: int, render: Render) -> int:
     """Where the words of the last of ``turns`` stand in ``text``, behind ``before``; negative: nowhere.
 
     Other words in their place show where it is: short ones may stand in what the template writes, too.
@@ -186,7 +186,7 @@ def _place_of_words(turns: list[Message], content: str, text: str, before: int, 
         place = -1
     if place >= before and text.startswith(content, place):
         return place
-    return text.find(content, before)
+    return text.find(content, max(before, place))
 
 
 def _length_of_end(turns: Sequence[Message], content: str, following: str, render: Render) -> int:
