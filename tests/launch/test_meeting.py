@@ -14,7 +14,7 @@ import pytest
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
-from shardwise.launch.beacon import beacon
+from shardwise.launch.beacon import _open, beacon
 from shardwise.launch.machines import Machines
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
@@ -122,6 +122,13 @@ def test_a_machine_that_prepares_is_waited_for_as_long_as_it_gets_on(
     endpoint = free_endpoint()
     with beacon(Nodes(2, 0, endpoint)), pytest.raises(LaunchError, match="machine 0 has not come within 2 s"):
         machine(endpoint, 1).next_rendezvous()  # it is there, and does not get on
+
+
+def test_a_machine_that_prepares_answers_at_all_of_its_addresses() -> None:
+    server = _open(Nodes(2, 0, "192.0.2.1:0"))  # an address that is not of this machine, as behind a gate
+    assert server is not None
+    with server, socket.create_connection(("127.0.0.1", server.getsockname()[1]), 5):
+        server.accept()[0].close()
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
