@@ -165,7 +165,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
             if start < 0:
                 raise BadRow(f"the chat template leaves out the text of turn {k + 1}, or writes it elsewhere")
             end = start + len(content)
-            end += _length_of_end(messages[: k + 1], content, text[end:], render)
+            end += _length_of_end(messages[: k + 1], content, text, end, render)
         else:
             continue
         before = end
@@ -189,10 +189,16 @@ def place_of_words(turns: list[Message], content: str, text: str, before: int, r
     return text.find(content, max(before, place))
 
 
-def _length_of_end(turns: Sequence[Message], content: str, following: str, render: Render) -> int:
-    """Characters of ``following`` that end the last of ``turns``; 0 where the template does not write it alone."""
+def _length_of_end(turns: Sequence[Message], content: str, text: str, end: int, render: Render) -> int:
+    """Characters that end the last of ``turns``, whose words stand before ``end`` in ``text``.
+
+    0 where the template does not write it alone.
+    """
     try:
-        _, found, tail = render(list(turns), False).rpartition(content)
+        written = render(list(turns), False)
     except REFUSALS:
         return 0
-    return len(tail) if found and following.startswith(tail) else 0
+    if written.startswith(text[:end]):  # words such as "|" may stand in what ends them, too
+        return len(written) - end if text.startswith(written) else 0
+    _, found, tail = written.rpartition(content)
+    return len(tail) if found and text.startswith(tail, end) else 0

@@ -94,9 +94,9 @@ def test_whatever_is_said_both_ways_agree(name: str, said: list[str]) -> None:
 _FAST: dict[str, ChatEncoder] = {}
 
 
-def _fast(name: str, text: str) -> ChatEncoder:
+def _fast(name: str, text: str, loss: str = "assistant") -> ChatEncoder:
     """One encoder for all examples, so that shapes are met again."""
-    return _FAST.setdefault(name, ChatEncoder(TOKENIZER, text))
+    return _FAST.setdefault(name, ChatEncoder(TOKENIZER, text, loss))
 
 
 def test_a_conversation_of_a_known_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,11 @@ def test_what_a_template_looks_for_is_known() -> None:
     for words in ("say /no", "the END", "tool", "cab"):
         assert watch.sees(["Hello", words])
     assert not watch.sees(["Hello", "a tool = good", "content"])
+
+
+def test_words_that_stand_in_their_own_end_are_learned_with_it() -> None:
+    talk = {"messages": [user("|"), says("a"), user("im_end"), says("b")]}
+    assert found(_fast("every", OWN["stripped"], "all_turns"), talk) == found(slow(OWN["stripped"], "all_turns"), talk)
 
 
 @pytest.mark.parametrize(
