@@ -196,7 +196,7 @@ class ChatEncoder:
                         return self._by_marks(messages, tools)
                     chosen = chosen_turns(messages, self._loss, learned)
                     spans, instead = spans_with_other_ends(messages, text, render, chosen)
-            return self._with_ends(text, spans, messages[-1], instead)
+            return self._with_ends(text, spans, messages, learned, instead)
         except BadRow:
             raise
         except REFUSALS as error:
@@ -244,11 +244,19 @@ class ChatEncoder:
         )
         return str(text)
 
-    def _with_ends(self, text: str, spans: list[Span], last: Message, instead: dict[int, str]) -> _Rendered:
+    def _with_ends(
+        self,
+        text: str,
+        spans: list[Span],
+        messages: list[Message],
+        learned: tuple[int, ...] | None,
+        instead: dict[int, str],
+    ) -> _Rendered:
         """``text`` with an end for every turn, also where the template writes none."""
         if self._loss in ("assistant", "last_turn"):
-            spans = with_next_mark(text, spans, self._special)
-        end = self._missing_end(text, last)
+            turns = [messages[k] for k in chosen_turns(messages, self._loss, learned)]
+            spans = with_next_mark(text, spans, turns, self._special)
+        end = self._missing_end(text, messages[-1])
         if end:
             spans = [(start, stop + len(end) if stop == len(text) else stop) for start, stop in spans]
         return _Rendered(text + end, spans, instead)
@@ -258,6 +266,11 @@ class ChatEncoder:
         """Tokens that stand for themselves, and in no text."""
         added = self._tokenizer.added_tokens_decoder.values()
         return frozenset(token.content for token in added if token.special)
+
+    @cached_property
+    def _vocab(self) -> dict[str, int]:
+        """The tokenizer's vocabulary, which it makes anew whenever it is asked."""
+        return self._tokenizer.get_vocab()
 
     def _missing_end(self, text: str, last: Message) -> str:
         """The end-of-sequence token where the template writes nothing behind the last answer; else nothing.
@@ -298,13 +311,12 @@ class ChatEncoder:
             if end < len(found.text):
                 behind = _token_behind(encoding, end)
             labels[first:behind] = ids[first:behind]
-        vocab = self._tokenizer.get_vocab() if found.instead else {}
         for place, mark in found.instead.items():
             # Only a mark that is one token can take the place of one.
             at = next((number for number, (start, _) in enumerate(encoding.offsets) if start == place), None)
-            if at is None or mark not in vocab:
+            if at is None or mark not in self._vocab:
                 raise BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
-            labels[at] = vocab[mark]
+            labels[at] = self._vocab[mark]
         return self._with_bos(ids, labels)
 
     def _with_bos(self, ids: np.ndarray, labels: np.ndarray) -> Tokens:

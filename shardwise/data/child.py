@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -161,10 +161,13 @@ class _Told:
 
     _last = 0.0
 
+    def __init__(self, answers: IO[str]) -> None:
+        self._answers = answers
+
     def __call__(self, rows: int) -> None:
         if time.monotonic() - self._last >= _TOLD_SECONDS:
             self._last = time.monotonic()
-            print(json.dumps({"rows": rows}), flush=True)
+            print(json.dumps({"rows": rows}), file=self._answers, flush=True)
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
@@ -179,19 +182,30 @@ def main() -> int:
         signal.signal(signal.SIGINT, _interrupt)
     request = json.load(sys.stdin)
     die_with_parent(request["parent"])
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # a tokenizer of foreign code may print: that is no answer
+        answer = _answered(request, answers)
+    if answer is None:
+        return _STOPPED
+    print(json.dumps(answer), file=answers)
+    return 0
+
+
+def _answered(request: dict[str, Any], answers: IO[str]) -> dict[str, Any] | None:
+    """What a request comes to; None where Ctrl-C ended it."""
     source = Source(Path(request["path"]), RunConfig.model_validate(request["run"]), *request["sizes"])
     try:
-        folder = prepare_shown(source, Path(request["cache"]), request["processes"], Console(stderr=True), _Told())
-        answer: dict[str, Any] = {"folder": str(folder)}
+        folder = prepare_shown(
+            source, Path(request["cache"]), request["processes"], Console(stderr=True), _Told(answers)
+        )
     except ShardwiseError as error:
         refused = {"kind": type(error).__name__, "value": error.value, "rule": error.rule, "remedy": error.remedy}
-        answer = {"refused": refused}
+        return {"refused": refused}
     except OSError as error:
-        answer = {"unwritten": error.strerror or str(error)}
+        return {"unwritten": error.strerror or str(error)}
     except KeyboardInterrupt:
-        return _STOPPED
-    print(json.dumps(answer))
-    return 0
+        return None
+    return {"folder": str(folder)}
 
 
 if __name__ == "__main__":

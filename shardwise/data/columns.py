@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.data.detect import CONVERSATIONS
 from shardwise.data.format import BadRow
 
+# Columns whose cells hold JSON where a table can hold text alone.
+JSON_COLUMNS = {*CONVERSATIONS, "input_ids", "labels", "position_ids", "attention_mask", "tools", "history"}
 # What a row may lack: the column is then left out, as where no names are given.
 _OPTIONAL = ("system", "history", "tools", "query", "input", "context", "labels", "position_ids")
 
@@ -26,4 +30,17 @@ def renamed(value: Any, columns: Mapping[str, str] | None) -> Any:
         known, own = missing[0]
         has = ", ".join(map(repr, list(value)[:10])) or "none"
         raise BadRow(f"has no column {own!r}, which data.columns names as {known} (columns: {has})")
-    return {known: value[own] for known, own in columns.items() if own in value}
+    found = {known: value[own] for known, own in columns.items() if own in value}
+    # A reader of tables does not know these columns by their own names.
+    blank = [key for key, cell in found.items() if key in JSON_COLUMNS and isinstance(cell, str) and not cell.strip()]
+    return {key: _parsed(key, cell) for key, cell in found.items() if key not in blank}
+
+
+def _parsed(key: str, cell: Any) -> Any:
+    """What a cell with the text of JSON holds, in a column that would hold it; every other cell as it is."""
+    if key in JSON_COLUMNS and isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(cell)
+        except (ValueError, RecursionError):
+            pass  # the format's own check says what was expected
+    return cell

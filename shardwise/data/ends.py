@@ -18,6 +18,7 @@ from shardwise.data.turns import (
     TurnNotFoundError,
     assistant_span,
     not_found,
+    place_of_words,
     start_of,
     words_of,
 )
@@ -52,23 +53,28 @@ def _other_end(messages: list[Message], k: int, text: str, render: Render) -> tu
     words = words_of(messages[k])
     start = start_of(messages[:k], words, text, render)
     written = _LAST_MARK.search(render(messages[: k + 1], False))
-    place = text.find(words, start) + len(words) if start is not None and words else -1
-    follows = _MARK.match(text, place) if start is not None and place >= start + len(words) else None
+    # Short words may stand in the header of the turn, too.
+    said = place_of_words(messages[: k + 1], words, text, start, render) if start is not None and words else -1
+    place = said + len(words)
+    follows = _MARK.match(text, place) if said >= 0 else None
     if start is None or written is None or follows is None or messages[k].get("tool_calls"):
         raise not_found(k)
     return start, place, follows.end(), written[1]
 
 
-def with_next_mark(text: str, spans: Sequence[Span], special: Collection[str]) -> list[Span]:
+def with_next_mark(text: str, spans: Sequence[Span], turns: Sequence[Message], special: Collection[str]) -> list[Span]:
     """``spans`` of the assistant's turns, each without an end of its own up to the end of the mark that follows it.
 
     Args:
+        turns: of each span the turn.
         special: tokens of the tokenizer that no text holds.
     """
     found = []
-    for start, end in spans:
+    for (start, end), turn in zip(spans, turns, strict=True):
         mark = _MARK.match(text, end)
         ended = _LAST_MARK.search(text, start, end)
         goes_on = mark is not None and mark[0] in special and not (ended and ended[1] in special)
+        if not turn.get("tool_calls"):  # an end may be no token; behind calls it cannot be told from them
+            goes_on = goes_on and text[start:end].rstrip().endswith(words_of(turn).splitlines()[-1])
         found.append((start, mark.end() if mark is not None and goes_on else end))
     return found

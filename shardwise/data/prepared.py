@@ -45,6 +45,7 @@ _ORDER_KEYS = {"train", "eval", "val_size", "max_samples", "packing", "group_by_
 # Of a model's folder all files count that a tokenizer may be made of; these hold weights.
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json")
 _TEMPLATES = "additional_chat_templates"  # a folder in it
+_SHARED = ("hub", "tokenizers", "digests")  # folders in the cache; what lies in them has an age of its own
 _KEPT_SECONDS = 30 * 86400.0  # a folder that nobody has opened for so long goes when another is written
 _LARGE_BYTES = 64 << 20  # of a file that takes a while to hash
 _SETTLED_SECONDS = 2.0  # a younger file may change again within the resolution of its time
@@ -118,6 +119,8 @@ def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
             with suppress(OSError):  # another job may have been faster
                 Path(draft).rename(folder)
                 Path(draft).mkdir()  # for its own end
+        with suppress(OSError):
+            os.utime(folder)  # it is used now
     return folder
 
 
@@ -258,11 +261,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _forget_old(cache: Path) -> None:
     """Remove what nobody has used for a month, and what a killed job has left."""
-    for entry in cache.iterdir():
+    shared = [cache / name for name in _SHARED]
+    own = (entry for entry in cache.iterdir() if entry.is_dir() and entry not in shared)
+    for entry in [*own, *(inner for folder in shared for inner in folder.glob("*"))]:
         with suppress(OSError):
-            age = time.time() - entry.stat().st_mtime
-            if age > _KEPT_SECONDS and entry.is_dir():
+            if time.time() - entry.stat().st_mtime <= _KEPT_SECONDS:
+                continue
+            if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
 
 
 def _write(source: Source, folder: Path, processes: int, progress: Progress | None) -> None:

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from shardwise.data.detect import CONVERSATIONS
+from shardwise.data.columns import JSON_COLUMNS
 from shardwise.data.memory import plain_row
 from shardwise.data.source import BOM, Item, Raw, Record, array_records, convert, decode, local, parse, show
 from shardwise.errors import ConfigError
@@ -29,8 +29,6 @@ _AHEAD = 1 << 16  # bytes of a file that are looked at to know what it is
 _BATCH = 1000  # rows of a table that are in memory at once
 _GZIP, _PARQUET, _ARROW = b"\x1f\x8b", b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-# Columns whose cells hold JSON where a table can hold text alone.
-_JSON_COLUMNS = {*CONVERSATIONS, "input_ids", "labels", "position_ids", "attention_mask", "tools", "history"}
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # what the library datasets writes into a folder
 
 
@@ -249,9 +247,9 @@ def _columns(name: str, cells: list[str]) -> list[str]:
 def _cell(key: str, text: str) -> list[tuple[str, Any]]:
     """A cell under its column; none where a column that would hold JSON is empty."""
     starts = text.lstrip()[:1]
-    if key in _JSON_COLUMNS and not starts:
+    if key in JSON_COLUMNS and not starts:
         return []
-    if (key in _JSON_COLUMNS and starts in "[{") or (key in ("prompt", "completion") and text.startswith("[{")):
+    if (key in JSON_COLUMNS and starts in "[{") or (key in ("prompt", "completion") and text.startswith("[{")):
         try:
             return [(key, json.loads(text))]
         except (ValueError, RecursionError):

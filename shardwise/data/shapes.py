@@ -20,14 +20,15 @@ import jinja2
 from jinja2 import nodes
 
 from shardwise.data.format import BadRow
-from shardwise.data.turns import REFUSALS, Message, Render, Span, supervised_spans
+from shardwise.data.turns import REFUSALS, Message, Render, Span, assistant_turns, chosen_turns, supervised_spans
 
 # With space around, so that it shows whether a template strips; no template looks for them.
 _STAND_INS = (" qz{}\u2021 ", " \u2021 jv{}, and\nanother. \u2021 ")
 _TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # of transformers' own, which jinja2 does not know
 _STRIPS = ("strip", "lstrip", "rstrip", "trim")
 _KEYS = ("role", "content")  # of every turn; what asks for them looks at the turn and not at its words
-_Looked = nodes.Compare | nodes.Call | nodes.Filter | nodes.Test | nodes.Assign
+_Held = nodes.Assign | nodes.For | nodes.Keyword | nodes.Macro  # texts that may be compared with elsewhere
+_Looked = nodes.Compare | nodes.Call | nodes.Filter | nodes.Test | _Held
 Place = tuple[int, int]  # number of a text around the words, and characters into it
 
 
@@ -37,11 +38,14 @@ class Shape:
 
     Attributes:
         strips: of each turn whether its words are stripped.
+        parts: of each turn the character at which its generation prompt parts from what is written; empty where it
+            does not.
         spans: where what is learned begins and ends.
     """
 
     around: tuple[str, ...]
     strips: tuple[bool, ...]
+    parts: tuple[str, ...]
     spans: tuple[tuple[Place, Place], ...]
 
     def find(self, words: Sequence[str], text: str) -> list[Span] | None:
@@ -50,6 +54,8 @@ class Shape:
         pieces = [part for pair in zip(self.around, written, strict=False) for part in pair]
         if "".join([*pieces, self.around[-1]]) != text:
             return None
+        if any(said[:1] == part for said, part in zip(written, self.parts, strict=True)):
+            return None  # the prompt may part from these words further on
         starts, place = [], 0
         for around, said in zip(self.around, [*written, ""], strict=True):
             starts.append(place)
@@ -75,6 +81,8 @@ def _shape_of(
     try:
         text = render(messages, False)
         spans = supervised_spans(messages, text, render, loss, learned)
+        answers = assistant_turns(messages) if loss == "all_turns" else chosen_turns(messages, loss, learned)
+        parts = tuple(_parts(render(messages[:k], True), text) if k in answers else "" for k in range(len(said)))
     except (BadRow, *REFUSALS):
         return None
     around, strips, borders, end = list[str](), list[bool](), list[int](), 0
@@ -91,7 +99,13 @@ def _shape_of(
     borders.append(end)
     places = [(_place(start, around, borders), _place(stop, around, borders)) for start, stop in spans]
     found = [(start, stop) for start, stop in places if start is not None and stop is not None]
-    return Shape(tuple(around), tuple(strips), tuple(found)) if len(found) == len(places) else None
+    return Shape(tuple(around), tuple(strips), parts, tuple(found)) if len(found) == len(places) else None
+
+
+def _parts(prompt: str, text: str) -> str:
+    """The character at which ``prompt`` parts from ``text``; empty where that begins with all of it."""
+    parted = (one for one, other in zip(prompt, text, strict=False) if one != other)
+    return next(parted, prompt[len(text) : len(text) + 1])
 
 
 def _place(position: int, around: Sequence[str], borders: Sequence[int]) -> Place | None:
@@ -143,11 +157,31 @@ def _texts(node: _Looked) -> Iterator[str]:
     """
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr in _STRIPS:
         return
-    if isinstance(node, nodes.Assign):
-        found = [node.node] if isinstance(node.node, nodes.Const) else []
+    if isinstance(node, _Held):
+        found = [one for held in _held(node) for one in _constants(held)]
     elif isinstance(node, nodes.Compare):
         found = list(node.find_all(nodes.Const))
     else:
         found = [argument for argument in node.args if isinstance(argument, nodes.Const)]
     texts = (one.value for one in found if isinstance(one.value, str))
     yield from (text for text in texts if text.strip() and text not in _KEYS)
+
+
+def _held(node: _Held) -> list[nodes.Node]:
+    """What a node gives a name to: its values, not what stands below it."""
+    if isinstance(node, nodes.Macro):
+        return list(node.defaults)
+    if isinstance(node, nodes.Keyword):
+        return [node.value]
+    return [node.iter if isinstance(node, nodes.For) else node.node]
+
+
+def _constants(node: nodes.Node) -> list[nodes.Const]:
+    """Constants of an expression, but the names of parts (``x['name']``) and what is stripped."""
+    if isinstance(node, nodes.Const):
+        return [node]
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return _constants(node.node)
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr in _STRIPS:
+        return _constants(node.node.node)
+    return [one for child in node.iter_child_nodes() for one in _constants(child)]

@@ -161,11 +161,11 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
         if message["role"] == "assistant":
             start, end = assistant_span(messages, k, text, render)
         elif content:
-            start = _place_of_words(messages[: k + 1], content, text, before, render)
+            start = place_of_words(messages[: k + 1], content, text, before, render)
             if start < 0:
                 raise BadRow(f"the chat template leaves out the text of turn {k + 1}, or writes it elsewhere")
             end = start + len(content)
-            end += _length_of_end(messages[: k + 1], content, text[end:], render)
+            end += _length_of_end(messages[: k + 1], content, text, end, render)
         else:
             continue
         before = end
@@ -174,7 +174,7 @@ def _every_turn(messages: list[Message], text: str, render: Render, wanted: Coll
     return spans
 
 
-def _place_of_words(turns: list[Message], content: str, text: str, before: int, render: Render) -> int:
+def place_of_words(turns: list[Message], content: str, text: str, before: int, render: Render) -> int:
     """Where the words of the last of ``turns`` stand in ``text``, behind ``before``; negative: nowhere.
 
     Other words in their place show where it is: short ones may stand in what the template writes, too.
@@ -186,13 +186,19 @@ def _place_of_words(turns: list[Message], content: str, text: str, before: int, 
         place = -1
     if place >= before and text.startswith(content, place):
         return place
-    return text.find(content, before)
+    return text.find(content, max(before, place))
 
 
-def _length_of_end(turns: Sequence[Message], content: str, following: str, render: Render) -> int:
-    """Characters of ``following`` that end the last of ``turns``; 0 where the template does not write it alone."""
+def _length_of_end(turns: Sequence[Message], content: str, text: str, end: int, render: Render) -> int:
+    """Characters that end the last of ``turns``, whose words stand before ``end`` in ``text``.
+
+    0 where the template does not write it alone.
+    """
     try:
-        _, found, tail = render(list(turns), False).rpartition(content)
+        written = render(list(turns), False)
     except REFUSALS:
         return 0
-    return len(tail) if found and following.startswith(tail) else 0
+    if written.startswith(text[:end]):  # words such as "|" may stand in what ends them, too
+        return len(written) - end if text.startswith(written) else 0
+    _, found, tail = written.rpartition(content)
+    return len(tail) if found and text.startswith(tail, end) else 0

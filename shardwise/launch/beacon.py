@@ -48,13 +48,16 @@ def beacon(nodes: Nodes) -> Iterator[Counted]:
 def _open(nodes: Nodes) -> socket.socket | None:
     if nodes.count == 1 or nodes.rank or nodes.endpoint is None:
         return None
-    host, _, port = nodes.endpoint.rpartition(":")
-    try:
-        server = socket.create_server((host.strip("[]"), int(port)))
-    except OSError:
-        return None
-    server.settimeout(_POLL_SECONDS)
-    return server
+    place = "", int(nodes.endpoint.rpartition(":")[2])
+    # At every address, as the store: the endpoint's own may be that of a gate before this machine.
+    for family in (socket.AF_INET6, socket.AF_INET) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
+        try:
+            server = socket.create_server(place, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        except OSError:
+            continue
+        server.settimeout(_POLL_SECONDS)
+        return server
+    return None
 
 
 def _serve(server: socket.socket, rows: list[int], ended: threading.Event) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.errors import ConfigError
@@ -72,9 +74,9 @@ def locate_rows(key: str, name: str, models_dir: str | Path | None, cache: Path 
     if not found["split"] and local_path(name).parent.is_dir():  # a file of that folder whose name is wrong
         return name
     split = found["split"] or "train"
-    folders = _local_rows(plain, models_dir)
-    if folders:
-        return _split_of(key, name, folders[0], split)
+    held = _local_rows(key, name, plain, split, models_dir)
+    if held is not None:
+        return held
     if importlib.util.find_spec("datasets") is None:
         rule = "is no file here, and a data set of the hub needs the package datasets, which is not installed"
         raise ConfigError(f"{key} = {name!r}", rule, "Install it: pip install datasets; or give the path of a file")
@@ -87,22 +89,32 @@ def locate_rows(key: str, name: str, models_dir: str | Path | None, cache: Path 
         raise ConfigError(f"{key} = {name!r}", rule, remedy) from None
 
 
-def _local_rows(name: str, models_dir: str | Path | None) -> list[Path]:
-    bases = [local_path(name)]
+def _local_rows(key: str, name: str, plain: str, split: str, models_dir: str | Path | None) -> str | None:
+    """What holds the split of a data set ``plain`` that lies on this machine; None where no folder is one of it.
+
+    Raises:
+        ConfigError: its folder is here, and has no such split.
+    """
+    bases = [local_path(plain)]
     if models_dir is not None:
-        bases += [Path(models_dir).expanduser() / name, Path(models_dir).expanduser() / Path(name).name]
-    return [base for base in bases if base.is_dir()]
-
-
-def _split_of(key: str, name: str, folder: Path, split: str) -> str:
-    """What holds the split of a data set in ``folder``: a folder or a file of that name."""
-    for base in (folder / split, folder / "data" / split):
-        for place in (base, *(base.with_name(base.name + suffix) for suffix in SUFFIXES)):
-            if place.exists():
-                return str(place)
+        bases += [Path(models_dir).expanduser() / plain, Path(models_dir).expanduser() / Path(plain).name]
+    folders = [base for base in bases if base.is_dir()]
+    found = next((place for folder in folders if (place := _split_of(folder, split)) is not None), None)
+    # A model may have the name of a data set.
+    sets = [folder for folder in folders if not (folder / "config.json").is_file()]
+    if found is not None or not sets:
+        return found
+    folder = sets[0]
     shown = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
     rule = f"the folder {folder} has neither a folder nor a file {split} (it holds {shown})"
     raise ConfigError(f"{key} = {name!r}", rule, "Name a split that is there, or give the path of a file")
+
+
+def _split_of(folder: Path, split: str) -> str | None:
+    """What holds the split of a data set in ``folder``: a folder or a file of that name; None where nothing does."""
+    bases = (folder / split, folder / "data" / split)
+    places = (place for base in bases for place in (base, *(base.with_name(base.name + end) for end in SUFFIXES)))
+    return next((str(place) for place in places if place.exists()), None)
 
 
 def _fetch_rows(name: str, split: str, cache: Path | None) -> str:
@@ -120,4 +132,6 @@ def _fetch_rows(name: str, split: str, cache: Path | None) -> str:
             rows.save_to_disk(str(Path(draft) / split))
             if not folder.is_dir():  # another job may have been faster
                 (Path(draft) / split).rename(folder)
+    with suppress(OSError):
+        os.utime(folder)  # what has not been used for long is removed
     return str(folder)

@@ -109,6 +109,41 @@ def test_a_look_at_rows_and_a_run_share_a_folder_unless_the_run_refuses_what_the
     assert find_prepared(source(model, bad, on_bad_rows="skip"), cache) == looked
 
 
+def test_what_others_have_fetched_or_kept_goes_by_its_own_age(tmp_path: Path) -> None:
+    kept = keep_tokenizer(make_tokenizer(), tmp_path)
+    names = ["hub/new", "hub/old", "tokenizers/old", "digests/new", "digests/old", "old"]
+    for name in names:
+        place = tmp_path / name
+        place.parent.mkdir(exist_ok=True)
+        _ = place.write_text("") if name.startswith("digests") else place.mkdir()
+    for old in (kept, *tmp_path.iterdir(), *(tmp_path / name for name in names if name.endswith("old"))):
+        os.utime(old, (1.0, 1.0))
+    assert keep_tokenizer(make_tokenizer(), tmp_path) == kept  # used: not old any more
+    prepared._forget_old(tmp_path)
+    assert kept.is_dir()
+    assert [name for name in names if (tmp_path / name).exists()] == ["hub/new", "digests/new"]
+
+
+def test_what_foreign_code_prints_in_the_child_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    def shown(*given: Any) -> Path:
+        print("a line of foreign code")
+        given[-1](7)
+        return tmp_path
+
+    run = source(model, tmp_path / "d.jsonl").run.model_dump(mode="json", by_alias=True)
+    request = {"parent": 0, "path": "d.jsonl", "run": run, "sizes": [9, 9, None], "cache": "c", "processes": 1}
+    monkeypatch.setattr(child, "prepare_shown", shown)
+    monkeypatch.setattr(child, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(child.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+    assert child.main() == 0
+    said = capsys.readouterr()
+    assert [json.loads(line) for line in said.out.splitlines()] == [{"rows": 7}, {"folder": str(tmp_path)}]
+    assert said.err == "a line of foreign code\n"
+
+
 def test_a_tokenizer_of_a_script_is_kept_where_it_is_read_again_as_it_is(tmp_path: Path) -> None:
     own = make_tokenizer()
     folder = keep_tokenizer(own, tmp_path)

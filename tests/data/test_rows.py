@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,17 @@ def test_columns_are_read_under_the_names_that_are_given_to_them(tmp_path: Path)
     assert said == [f"{path}: columns with text that are not used: instruction, output"]
     with pytest.raises(ConfigError, match=r"d\.jsonl:2: has no column 'reply', which data\.columns names as response"):
         load(write(path, [row, {"q": "Hello"}]), len(tokenizer), **given)
+
+
+def test_a_renamed_column_of_a_table_in_text_holds_json_as_under_its_known_name(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"tokenizer": make_tokenizer, "columns": {"messages": "chat", "tools": "things"}}
+    talk = [{"role": "user", "content": "Hello, you"}, {"role": "assistant", "content": "Hi"}]
+    cell = json.dumps(talk).replace('"', '""')
+    path = tmp_path / "d.csv"
+    path.write_text(f'chat,things\n"{cell}",\n')
+    (row,) = load(path, len(make_tokenizer()), **given)
+    (want,) = load(write(tmp_path / "d.jsonl", [{"chat": talk}]), len(make_tokenizer()), **given)
+    assert row.labels.tolist() == want.labels.tolist()
 
 
 def test_every_column_that_formats_know_can_be_given() -> None:

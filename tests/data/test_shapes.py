@@ -27,6 +27,10 @@ OWN = {
     "a switch in the words": CHATML.replace(
         "<|im_start|>assistant\n{%", "<|im_start|>assistant\n{% if '/x' in messages[-1].content %}<x>{% endif %}{%"
     ),
+    # Its prompt goes on behind the header, with what the words of a turn may begin with, too.
+    "a thought in the prompt": CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>\n{%"),
+    "a line in the prompt": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
     "cut": CHATML.replace("m.content", "m.content | truncate(20)"),
 }
 CHOSEN = ("gemma3", "llama3", "qwen3", "glm4moe", "gptoss")
@@ -68,13 +72,17 @@ def test_every_template_is_read_alike_in_both_ways() -> None:
 
 
 WORDS = st.lists(
-    st.sampled_from(["a", "user", "/x", "<think>", "</think>", "\n", "<|im_end|>", "1", "好", " a", "|", "qz0"]),
+    st.sampled_from(
+        ["a", "user", "/x", "<think>", "<think>\n", "</think>", "\n", "<|im_end|>", "1", "好", " a", "|", "qz0"]
+    ),
     min_size=1,
     max_size=4,
 ).map("".join)
 
 
-@pytest.mark.parametrize("name", ["default system", "stripped", "a switch in the words", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["a thought in the prompt", "a line in the prompt", "stripped", "a switch in the words", "qwen3", "gemma3"]
+)
 @given(st.lists(WORDS.filter(str.strip), min_size=2, max_size=6).filter(lambda said: len(said) % 2 == 0))
 @settings(max_examples=25)
 def test_whatever_is_said_both_ways_agree(name: str, said: list[str]) -> None:
@@ -86,9 +94,9 @@ def test_whatever_is_said_both_ways_agree(name: str, said: list[str]) -> None:
 _FAST: dict[str, ChatEncoder] = {}
 
 
-def _fast(name: str, text: str) -> ChatEncoder:
+def _fast(name: str, text: str, loss: str = "assistant") -> ChatEncoder:
     """One encoder for all examples, so that shapes are met again."""
-    return _FAST.setdefault(name, ChatEncoder(TOKENIZER, text))
+    return _FAST.setdefault(name, ChatEncoder(TOKENIZER, text, loss))
 
 
 def test_a_conversation_of_a_known_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +135,34 @@ def test_what_a_template_looks_for_is_known() -> None:
     for words in ("say /no", "the END", "tool", "cab"):
         assert watch.sees(["Hello", words])
     assert not watch.sees(["Hello", "a tool = good", "content"])
+
+
+def test_words_that_stand_in_their_own_end_are_learned_with_it() -> None:
+    talk = {"messages": [user("|"), says("a"), user("im_end"), says("b")]}
+    assert found(_fast("every", OWN["stripped"], "all_turns"), talk) == found(slow(OWN["stripped"], "all_turns"), talk)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("a thought in the prompt", "<think>\nfoo</think>\nbar"), ("a line in the prompt", "\nfoo")]
+)
+def test_words_that_begin_as_the_prompt_goes_on_are_not_learned_twice(name: str, words: str) -> None:
+    messages = [user("Hello"), says(words), user("Why?"), says("So.")]
+    assert found(_fast(name, OWN[name]), {"messages": messages}) == found(slow(OWN[name]), {"messages": messages})
+    plain = _fast(name, OWN[name])
+    plain({"messages": MANY[:4]})
+    assert all(plain._shapes.values())  # other words still go the fast way
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% set marks = ['/no'] %}{% for mark in marks %}{% if mark in x.content %}{% endif %}{% endfor %}",
+        "{% for mark in ['/no', 'b'] %}{% if mark in x.content %}{% endif %}{% endfor %}",
+        "{% set seen = namespace(mark='/no') %}{% if seen.mark in x.content %}{% endif %}",
+        "{% macro say(x, mark='/no') %}{% if mark in x.content %}{% endif %}{% endmacro %}",
+    ],
+)
+def test_what_a_template_looks_for_by_a_name_is_known(text: str) -> None:
+    watch = Watch(text + "{% set said = x['name'].strip('=') %}")
+    assert watch.sees(["say /no"])
+    assert not watch.sees(["a name = good"])

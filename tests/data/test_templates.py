@@ -246,6 +246,34 @@ def test_a_template_that_ends_earlier_turns_otherwise_teaches_the_end_at_which_a
         ChatEncoder(tokenizers["byte-level"], template("gptoss"))({"messages": MANY})
 
 
+def test_an_answer_of_a_word_in_the_header_is_not_taken_for_it(
+    tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_marks(tokenizers["qwen"], template("gptoss"))
+    asked: list[int] = []
+    vocab = tokenizer.get_vocab()
+    monkeypatch.setattr(tokenizer, "get_vocab", lambda: asked.append(1) or vocab)
+    encode = ChatEncoder(tokenizer, template("gptoss"))
+    asked.clear()
+    for said in ("final", "a", "an"):
+        tokens = encode({"messages": [user("Hello"), says(said), *MANY[2:4]]})
+        spoken = [f"<|channel|>final<|message|>{words}<|return|>" for words in (said, "今天天气很好。")]
+        assert tokenizer.decode(tokens.labels[tokens.labels != IGNORED]) == "".join(spoken)
+    assert len(asked) <= 1  # it takes a while to make
+
+
+def test_a_turn_with_an_end_that_is_no_token_does_not_learn_the_next_mark(tokenizers: dict[str, Any]) -> None:
+    own = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %} END\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = with_marks(tokenizers["qwen"], "<|user|><|assistant|>")
+    for text, ends in ((own, (" END\n", " END\n")), (own.replace(" END\n", " "), (" <|user|>", " <|im_end|>"))):
+        tokens = ChatEncoder(tokenizer, text)({"messages": MANY[:4]})
+        said = tokenizer.decode(tokens.input_ids[tokens.labels != IGNORED])
+        assert said == f"Hi there 😀.{ends[0]}今天天气很好。{ends[1]}"
+
+
 def test_a_turn_without_an_end_ends_with_the_mark_of_the_next_one(tokenizers: dict[str, Any]) -> None:
     said = learned(tokenizers["qwen"], "glm4moe", {"messages": MANY})
     ends = ("<|user|>", "<|user|>", "<|im_end|>")  # the last is the tokenizer's end of a text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -154,6 +155,10 @@ def test_a_data_set_of_a_hub_is_fetched_once_for_each_content(tmp_path: Path, mo
         for name in ("somebody/rows", "somebody/rows:train", "somebody/rows:test")
     )
     assert first == again != other
+    os.utime(first, (1.0, 1.0))
+    assert locate_rows("data.train", "somebody/rows", None, tmp_path / "cache") == first
+    assert os.stat(first).st_mtime > 1.0  # it was used now, and is not to be removed as old
+    asked.pop()
     assert asked == [("somebody/rows", "train"), ("somebody/rows", "train"), ("somebody/rows", "test")]
     assert [record.value for record in read_records(files_of(Path(other))[0])] == [{"text": "somebody/rows test"}]
     assert len(list((tmp_path / "cache" / "hub").iterdir())) == 2
@@ -177,3 +182,12 @@ def test_a_data_set_lies_in_a_folder_of_models_or_is_refused_with_what_to_instal
     assert locate_rows("data.eval", "somebody/rows:test", tmp_path / "models", None) == str(held / "test.jsonl")
     with pytest.raises(ConfigError, match=r"neither a folder nor a file train \(it holds test.jsonl\)"):
         locate_rows("data.train", "somebody/rows", tmp_path / "models", None)
+    model = make_folder(tmp_path / "models" / "twin")  # with the last part of a data set's name
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        locate_rows("data.train", "somebody/twin", tmp_path / "models", None)
+    held = tmp_path / "models" / "somebody" / "twin"
+    held.mkdir(parents=True)
+    (model / "train.jsonl").write_text("{}")
+    assert locate_rows("data.train", "somebody/twin", tmp_path / "models", None) == str(model / "train.jsonl")
+    (held / "train.jsonl").write_text("{}")
+    assert locate_rows("data.train", "somebody/twin", tmp_path / "models", None) == str(held / "train.jsonl")

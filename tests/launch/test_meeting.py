@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
 from shardwise.launch.alive import ANSWER_SECONDS
-from shardwise.launch.beacon import beacon
+from shardwise.launch.beacon import _open, beacon
 from shardwise.launch.machines import Machines
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
@@ -146,6 +146,13 @@ def test_one_late_answer_is_not_taken_for_a_store(monkeypatch: pytest.MonkeyPatc
 
 def test_machines_wait_for_each_other_longer_than_for_the_tool_that_lists_devices() -> None:
     assert machines_module._WORD_SECONDS >= ANSWER_SECONDS + 30
+
+
+def test_a_machine_that_prepares_answers_at_all_of_its_addresses() -> None:
+    server = _open(Nodes(2, 0, "192.0.2.1:0"))  # an address that is not of this machine, as behind a gate
+    assert server is not None
+    with server, socket.create_connection(("127.0.0.1", server.getsockname()[1]), 5):
+        server.accept()[0].close()
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
