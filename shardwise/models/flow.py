@@ -109,10 +109,12 @@ class Recorder:
     written: dict[str, dict[tuple[Any, Any], Any]] = field(default_factory=dict)  # block -> entries that it writes
     calls: dict[str, int] = field(default_factory=dict)  # module before the blocks -> how often it ran
     uneven: set[str] = field(default_factory=set)  # modules outside of the blocks that return unlike shapes
+    changed_inside: dict[int, int] = field(default_factory=dict)  # value -> the first block that changes it in place
     broken: str | None = None  # the first rule that the pass broke
     origins: Origins = field(default_factory=Origins)  # entered by whoever runs the pass
     _nodes: dict[Any, int] = field(default_factory=dict)  # node of the graph -> value
     _entries: dict[tuple[Any, Any], list[int]] = field(default_factory=dict)  # of the containers given to a block
+    _versions: list[int] = field(default_factory=list)  # of all values when the block began
 
     def part_hook(self, name: str, *, is_part: bool) -> Any:
         """A forward hook of a module outside of the blocks; ``is_part``: later blocks may read what it returns."""
@@ -155,6 +157,7 @@ class Recorder:
             self.keys.add(key)
         self.order.append(index)
         self._entries = {place: [id(t) for t in _tensors(entry)] for place, entry in _entries(given)}
+        self._versions = [value.tensor._version for value in self.values]
 
     def _state_key(self, given: dict[int | str, Any], previous: int | None) -> int | str | None:
         """Which argument is the hidden state ``previous``, or was computed from it by the model (a slice of it)."""
@@ -165,6 +168,9 @@ class Recorder:
         return next(iter(same or [key for key in found if previous in self._reached(given[key])[0]]), None)
 
     def _leave(self, index: int, given: dict[int | str, Any], out: Any) -> Any:
+        for number, version in enumerate(self._versions):
+            if self.values[number].tensor._version > version:
+                self.changed_inside.setdefault(number, index)
         place, length = 0, 0
         if isinstance(out, tuple | list):
             length = len(out)
