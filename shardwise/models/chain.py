@@ -141,9 +141,9 @@ def _found(model: nn.Module, structure: Structure, forward: Forward, sizes: tupl
     record, logits, state = record_pass(model, structure, forward, sizes)
     if any(later <= earlier for earlier, later in zip(record.order, record.order[1:], strict=False)):
         raise _refusal(model, _order_rule(record.order, structure.num_blocks))
+    behind = record.finish(logits)
     if record.broken is not None:
         raise _refusal(model, record.broken)
-    behind = record.finish(logits)
     return _chain(model, structure, record, {id(tensor): name for name, tensor in state.items()}, behind)
 
 

@@ -115,6 +115,8 @@ class Recorder:
     _nodes: dict[Any, int] = field(default_factory=dict)  # node of the graph -> value
     _entries: dict[tuple[Any, Any], list[int]] = field(default_factory=dict)  # of the containers given to a block
     _versions: list[int] = field(default_factory=list)  # of all values when the block began
+    _received: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # its other tensors, and their versions
+    _inside: dict[Any, int] = field(default_factory=dict)  # node of the graph -> block that changed its tensor in place
 
     def part_hook(self, name: str, *, is_part: bool) -> Any:
         """A forward hook of a module outside of the blocks; ``is_part``: later blocks may read what it returns."""
@@ -158,6 +160,8 @@ class Recorder:
         self.order.append(index)
         self._entries = {place: [id(t) for t in _tensors(entry)] for place, entry in _entries(given)}
         self._versions = [value.tensor._version for value in self.values]
+        values = {id(value.tensor) for value in self.values}
+        self._received = [(t, t._version) for t in _tensors(given) if t.requires_grad and id(t) not in values]
 
     def _state_key(self, given: dict[int | str, Any], previous: int | None) -> int | str | None:
         """Which argument is the hidden state ``previous``, or was computed from it by the model (a slice of it)."""
@@ -193,6 +197,8 @@ class Recorder:
                 self._read(read, index)
         state = (RETURNED, place) if length else (RETURNED,)
         self.hidden[index] = next(n for n in range(first, len(self.values)) if self.values[n].place == state)
+        if index < len(self.names) - 1:  # what is behind the last block is of its stage
+            self._inside |= {t.grad_fn: index for t, version in self._received if t._version > version}
         return out
 
     def finish(self, logits: torch.Tensor) -> set[int]:
@@ -242,6 +248,8 @@ class Recorder:
             if node is None or node in seen:
                 continue
             seen.add(node)
+            if node in self._inside:
+                self._break(f"block {self._inside[node]} changes in place what it receives, and that is read later")
             if node in self._nodes:
                 made.add(self._nodes[node])
                 continue

@@ -77,9 +77,9 @@ class Custom(nn.Module):
         if self.extra == "own scale":
             x = x * self.scale
         if self.extra.startswith("changed inside"):
-            start = self.embed(input_ids)
+            start = self.embed(input_ids) if "derived" not in self.extra else x * 2.0
         for index in self.order:
-            x = self.blocks[index](0.5, x, start if self.extra == f"changed inside {index}" else None)[1]
+            x = self.blocks[index](0.5, x, start if f"changed inside {index}" in self.extra else None)[1]
             if self.extra == "in place":
                 x *= 1.5
             if self.extra == "between":
@@ -121,6 +121,7 @@ def test_a_custom_module_is_cut_exactly() -> None:
             {"extra": "changed inside 0"},
             "blocks.0 changes in place what embed returns, and later blocks or the head read",
         ),
+        ({"extra": "changed inside 0, derived"}, "block 0 changes in place what it receives"),
         ({"extra": "shared weight"}, "block 1 uses blocks.0.out.bias, which is not its own"),
     ],
 )
