@@ -27,7 +27,7 @@ from shardwise.models.lora import Adapters, find_adapters, inject, plain_name
 from shardwise.models.packing import check_packing
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure, num_predicted
-from shardwise.parallel.tensor import proven_table
+from shardwise.parallel.tensor import on_small_copy, proven_table
 from shardwise.spec.run import LoraConfig, RunConfig
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.find import find_tables
@@ -86,7 +86,8 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     real = build_on_meta(Path(run.model), run.attn_implementation)
     find_structure(real)
     if true_degree > 1:
-        proven_table(real, true_degree, tables, whole=run.strategy.tp_whole)
+        sequence, whole = run.strategy.sequence_parallel, run.strategy.tp_whole
+        proven_table(real, true_degree, tables, sequence=sequence, whole=whole)
     lora = None if run.lora is None else _short_lora(run.lora, find_adapters(real, run.lora))
     num_blocks = max(_BLOCKS_PER_KIND, num_stages)
     config, notes = _without_chance(shrink(real.config, degree=degree, num_blocks_per_kind=num_blocks))
@@ -102,10 +103,19 @@ def shrink_run(run: RunConfig, true_degree: int, degree: int, num_stages: int, t
     adapters = None if lora is None else find_adapters(small, lora)
     table = None
     if run.strategy.tp_whole is not None and degree > 1:
-        sequence, whole = run.strategy.sequence_parallel, run.strategy.tp_whole
-        table = find_tables(real, build_small(config), degree, sequence=sequence, whole=whole)[1]
+        table = _chosen_table(real, config, degree, run)
     packed, ids = run.data.packing, num_predicted(small)
     return SmallModel(config, adapters, find_structure(small).num_blocks, tuple(notes), packed, ids, table)
+
+
+def _chosen_table(real: PreTrainedModel, config: Any, degree: int, run: RunConfig) -> ShardingTable:
+    """The table of the copy of ``config``, with the choices that the run's bounds lead to at the true sizes."""
+    sequence, whole = run.strategy.sequence_parallel, run.strategy.tp_whole
+
+    def find(small: PreTrainedModel) -> ShardingTable:
+        return find_tables(real, small, degree, sequence=sequence, whole=whole)[1]
+
+    return on_small_copy(real, degree, find, config)
 
 
 def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:

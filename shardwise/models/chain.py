@@ -141,9 +141,9 @@ def _found(model: nn.Module, structure: Structure, forward: Forward, sizes: tupl
     record, logits, state = record_pass(model, structure, forward, sizes)
     if any(later <= earlier for earlier, later in zip(record.order, record.order[1:], strict=False)):
         raise _refusal(model, _order_rule(record.order, structure.num_blocks))
+    behind = record.finish(logits)
     if record.broken is not None:
         raise _refusal(model, record.broken)
-    behind = record.finish(logits)
     return _chain(model, structure, record, {id(tensor): name for name, tensor in state.items()}, behind)
 
 
@@ -255,6 +255,9 @@ def _values(
             further.append(value)
         if changed and not made.tensor.requires_grad:  # of such changes nothing tells what they read
             raise _refusal(model, f"{value.module} returns what later blocks read, and it is changed in place")
+        if last > record.changed_inside.get(number, last):  # another stage does not run that block: nor its change
+            rule = f"{structure.blocks}.{record.changed_inside[number]} changes in place what {made.module} returns"
+            raise _refusal(model, f"{rule}, and later blocks or the head read it")
         if made.module in record.uneven:
             raise _refusal(model, f"later blocks read what {made.module} returns, which has several shapes")
     return hidden, tuple(further)
@@ -301,8 +304,9 @@ def _of_whole(model: PreTrainedModel, structure: Structure, small: PreTrainedMod
         raise _refusal(model, "its forward asks for numbers, and more than one hidden state flows between its blocks")
     shape = Shape(("rows", "length", text_config(model).hidden_size), model.dtype)
     place = (RETURNED, chain.output_index) if chain.num_outputs else (RETURNED,)
+    changed = any(value.changed for value in chain.hidden.values())
     hidden = {
-        index: Value(f"{structure.blocks}.{index}", place, shape, index + 1, index + 1)
+        index: Value(f"{structure.blocks}.{index}", place, shape, index + 1, index + 1, changed=changed)
         for index in range(structure.num_blocks)
     }
     templates = dict(chain.templates)

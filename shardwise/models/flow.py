@@ -109,10 +109,14 @@ class Recorder:
     written: dict[str, dict[tuple[Any, Any], Any]] = field(default_factory=dict)  # block -> entries that it writes
     calls: dict[str, int] = field(default_factory=dict)  # module before the blocks -> how often it ran
     uneven: set[str] = field(default_factory=set)  # modules outside of the blocks that return unlike shapes
+    changed_inside: dict[int, int] = field(default_factory=dict)  # value -> the first block that changes it in place
     broken: str | None = None  # the first rule that the pass broke
     origins: Origins = field(default_factory=Origins)  # entered by whoever runs the pass
     _nodes: dict[Any, int] = field(default_factory=dict)  # node of the graph -> value
     _entries: dict[tuple[Any, Any], list[int]] = field(default_factory=dict)  # of the containers given to a block
+    _versions: list[int] = field(default_factory=list)  # of all values when the block began
+    _received: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # its other tensors, and their versions
+    _inside: dict[Any, int] = field(default_factory=dict)  # node of the graph -> block that changed its tensor in place
 
     def part_hook(self, name: str, *, is_part: bool) -> Any:
         """A forward hook of a module outside of the blocks; ``is_part``: later blocks may read what it returns."""
@@ -155,6 +159,9 @@ class Recorder:
             self.keys.add(key)
         self.order.append(index)
         self._entries = {place: [id(t) for t in _tensors(entry)] for place, entry in _entries(given)}
+        self._versions = [value.tensor._version for value in self.values]
+        values = {id(value.tensor) for value in self.values}
+        self._received = [(t, t._version) for t in _tensors(given) if t.requires_grad and id(t) not in values]
 
     def _state_key(self, given: dict[int | str, Any], previous: int | None) -> int | str | None:
         """Which argument is the hidden state ``previous``, or was computed from it by the model (a slice of it)."""
@@ -165,6 +172,9 @@ class Recorder:
         return next(iter(same or [key for key in found if previous in self._reached(given[key])[0]]), None)
 
     def _leave(self, index: int, given: dict[int | str, Any], out: Any) -> Any:
+        for number, version in enumerate(self._versions):
+            if self.values[number].tensor._version > version:
+                self.changed_inside.setdefault(number, index)
         place, length = 0, 0
         if isinstance(out, tuple | list):
             length = len(out)
@@ -187,6 +197,8 @@ class Recorder:
                 self._read(read, index)
         state = (RETURNED, place) if length else (RETURNED,)
         self.hidden[index] = next(n for n in range(first, len(self.values)) if self.values[n].place == state)
+        if index < len(self.names) - 1:  # what is behind the last block is of its stage
+            self._inside |= {t.grad_fn: index for t, version in self._received if t._version > version}
         return out
 
     def finish(self, logits: torch.Tensor) -> set[int]:
@@ -236,6 +248,8 @@ class Recorder:
             if node is None or node in seen:
                 continue
             seen.add(node)
+            if node in self._inside:
+                self._break(f"block {self._inside[node]} changes in place what it receives, and that is read later")
             if node in self._nodes:
                 made.add(self._nodes[node])
                 continue

@@ -54,22 +54,26 @@ class OwnInit:
 def constructed(model: PreTrainedModel, names: list[str]) -> dict[str, torch.Tensor]:
     """What constructors leave in the parameters ``names``, where that does not depend on chance or on sizes.
 
-    Seen on two small copies of unlike widths. A value stands for the whole parameter, or is all of it.
+    Seen on two small copies of unlike widths; where no wider one can be built, on two alike, of which only values of
+    the parameter's own shape count. A value stands for the whole parameter, or is all of it.
 
     Returns:
         Name -> a tensor of no dims, or of the parameter's shape, for those that are known.
     """
-    try:
-        pair = [_small(shrink(model.config, scale=1 + seed), model.dtype, seed) for seed in (0, 1)]
-    except Exception:  # whatever a foreign class raises: then nothing is known
-        return {}
+    pair, alike = _pair(model, (1, 2)), False
+    if not pair:
+        pair, alike = _pair(model, (1, 1)), True
     seen: dict[tuple[str, str], list[torch.Tensor]] = {}
     for copied in pair:
         for name, parameter in copied.named_parameters():
             seen.setdefault(_kind(copied, name), []).append(parameter.detach())
     found = {}
     for name in names:
-        value = _agreed(seen.get(_kind(model, name), []), model.get_parameter(name).shape)
+        shape = model.get_parameter(name).shape
+        copies = seen.get(_kind(model, name), [])
+        if alike and any(copied.shape != shape for copied in copies):  # what depends on sizes would not show
+            continue
+        value = _agreed(copies, shape)
         if value is not None:
             found[name] = value
     return found
@@ -78,6 +82,14 @@ def constructed(model: PreTrainedModel, names: list[str]) -> dict[str, torch.Ten
 def _kind(model: nn.Module, name: str) -> tuple[str, str]:
     holder, _, key = name.rpartition(".")
     return type(model.get_submodule(holder)).__qualname__, key
+
+
+def _pair(model: PreTrainedModel, scales: tuple[int, int]) -> list[PreTrainedModel]:
+    """Small copies of other random numbers; empty where they cannot be built."""
+    try:
+        return [_small(shrink(model.config, scale=s), model.dtype, seed) for seed, s in enumerate(scales)]
+    except Exception:  # whatever a foreign class raises: then nothing is known
+        return []
 
 
 def _small(config: object, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -68,9 +69,7 @@ def proven_table(
     known = tables.find(model.config, degree, sequence=sequence, whole=whole)
     if known is not None:
         return known
-    table = _on_small_copy(
-        model, degree, lambda small: find_table(model, small, degree, sequence=sequence, whole=whole)
-    )
+    table = on_small_copy(model, degree, lambda small: find_table(model, small, degree, sequence=sequence, whole=whole))
     tables.keep(model.config, table, sequence=sequence, whole=whole)
     return table
 
@@ -95,13 +94,13 @@ def proven_given(
     known = tables.find(model.config, degree, sequence=sequence, whole=whole)
     if known is not None and same_split(known, given):
         return known
-    return _on_small_copy(model, degree, lambda small: check_edited(model, small, given, whole))
+    return on_small_copy(model, degree, lambda small: check_edited(model, small, given, whole))
 
 
-def _on_small_copy(
-    model: PreTrainedModel, degree: int, make: Callable[[PreTrainedModel], ShardingTable]
+def on_small_copy(
+    model: PreTrainedModel, degree: int, make: Callable[[PreTrainedModel], ShardingTable], config: Any = None
 ) -> ShardingTable:
-    """What ``make`` finds with a small copy of ``model``.
+    """What ``make`` finds with a small copy of ``model``, that of ``config`` where one is given.
 
     Raises:
         PlanError: what ``make`` refuses, or no forward of the copy runs.
@@ -109,7 +108,7 @@ def _on_small_copy(
     reason = ""
     for dtype in (torch.float64, torch.float32):  # some forwards know no float64
         try:
-            small = build_small(shrink(model.config, degree=degree), dtype)
+            small = build_small(shrink(model.config, degree=degree) if config is None else config, dtype)
             refuse_dropout_by_function(small, degree)
             return make(small)
         except ShardwiseError:

@@ -7,7 +7,6 @@ are of each. Only what moves less than the first table counts as an alternative 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -59,13 +58,13 @@ def find_alternatives(
         return []
     blocks = list(model.get_submodule(structure.blocks).children())
     signatures = [signature(block) for block in blocks]
-    counts, one_of = Counter(signatures), dict(zip(signatures, blocks, strict=True))
+    alike = {key: [b for b, own in zip(blocks, signatures, strict=True) if own == key] for key in kinds}
     degree = next(iter(kinds.values())).problem.degree
     unknown = [block for block, key in zip(blocks, signatures, strict=True) if key not in kinds]
     fixed = sum(parameter.numel() for block in unknown for parameter in block.parameters())
     points = [_Point(fixed, 0.0, 0.0, 0.0, ())]
     for key, kind in kinds.items():
-        own = _of_kind(kind, small, one_of[key], counts[key])
+        own = _of_kind(kind, small, alike[key])
         points = thinned(unbeaten(_sums(points, own), _numbers), _MOST_JOINED, _numbers)
     ring = (degree - 1) / degree
     most = (first.forward + first.backward) / ring - _ROUNDING
@@ -79,16 +78,16 @@ def find_alternatives(
     ]
 
 
-def _of_kind(kind: Kind, small: nn.Module, block: nn.Module, count: int) -> list[_Point]:
-    """The frontier of one kind, for ``count`` blocks like ``block``."""
-    sizes = {name: parameter.numel() for name, parameter in block.named_parameters()}
+def _of_kind(kind: Kind, small: nn.Module, blocks: Sequence[nn.Module]) -> list[_Point]:
+    """The frontier of one kind, for its ``blocks``: alike in their modules' names and classes, not in all widths."""
+    sizes = [(name, parameter.numel()) for block in blocks for name, parameter in block.named_parameters()]
     found = []
     for solution in _solutions(kind):
         own = replace(kind, solution=solution)
         table = relative_table(own, small, None)
-        whole = sum(size for name, size in sizes.items() if not table.is_cut(name))
-        forward, backward = (count * moved for moved in moves(own))
-        found.append(_Point(count * whole, forward + backward, forward, backward, (own,)))
+        whole = sum(size for name, size in sizes if not table.is_cut(name))
+        forward, backward = (len(blocks) * moved for moved in moves(own))
+        found.append(_Point(whole, forward + backward, forward, backward, (own,)))
     return unbeaten(found, _numbers)
 
 

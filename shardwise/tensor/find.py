@@ -28,7 +28,7 @@ from shardwise.tensor.table import LocalValue, ModuleSplit, ShardingTable, Style
 from shardwise.tensor.trace import BlockTrace, Product, is_linear, trace_blocks
 from shardwise.tensor.values import candidate_sets, read_numbers
 
-_MOST_PROOFS = 4  # of tables within a bound, the one that moves least first
+_MOST_PROOFS = 4  # of tables within a bound, the one that moves least first; then the default, if it is within
 Numbers = dict[str, tuple[LocalValue, ...]]  # module -> what it reads in place of the whole model's numbers
 
 
@@ -92,7 +92,8 @@ class TableSearch:
             table, proven = self.proven(first, sequence=sequence)
             return replace(table, alternatives=known), proven
         refusal: PlanError | None = None
-        for one in within(whole, first, others, self.degree)[:_MOST_PROOFS]:
+        found = within(whole, first, others, self.degree)
+        for one in [*found[:_MOST_PROOFS], *(one for one in found[_MOST_PROOFS:] if one is first)]:
             try:
                 table, proven = self.proven(one, sequence=sequence)
             except PlanError as error:

@@ -113,7 +113,6 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
     published = [row for row in counted if row.published]
     none = [row for row in counted if not row.published]
     repeated = [row for row in counted if REPEATED in row.pipeline]
-    both = [row for row in counted if row.hybrid != NOT_EXAMINED]
     return {
         "builds": (sum(row.builds == "ok" for row in rows.values()), len(rows)),
         "published": (sum(row.tensor in (SAME, CHEAPER) for row in published), len(published)),
@@ -121,7 +120,7 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
         "no more whole": (sum(row.tensor in (SAME, CHEAPER, TRADE) for row in published), len(published)),
         "none published": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
         "pipeline": (sum(row.pipeline == EXACT for row in counted) + len(repeated), len(counted)),
-        "hybrid": (sum(row.hybrid in (EXACT, ONE_LENGTH) or REPEATED in row.pipeline for row in both), len(both)),
+        "hybrid": (sum(row.hybrid in (EXACT, ONE_LENGTH) or REPEATED in row.pipeline for row in counted), len(counted)),
     }
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from shardwise.errors import PlanError
+from shardwise.models import chain as chain_module
 from shardwise.models.build import freeze_stored_buffers
 from shardwise.models.calling import call_model
-from shardwise.models.chain import find_chain
+from shardwise.models.chain import Untraceable, find_chain, record_pass
 from shardwise.models.kinds import number_kinds
 from shardwise.models.shrink import build_small, shrink
 from shardwise.models.structure import find_structure
@@ -21,6 +23,7 @@ from shardwise.spec.tolerance import FLOAT64_GRADIENT
 from tests.architectures.steps import inputs, largest_error
 
 VOCABULARY, WIDTH = 64, 16
+PAST = ("skip", "added in place", "changed inside")  # what the head reads besides the last hidden state
 
 
 class Block(nn.Module):
@@ -32,7 +35,9 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
 
-    def forward(self, scale: float, x: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def forward(self, scale: float, x: torch.Tensor, skip: torch.Tensor | None = None) -> tuple[None, torch.Tensor]:
+        if skip is not None:
+            skip += x
         value, key, query = self.vkq(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         attended = self.out(mixed.transpose(1, 2).flatten(2))
@@ -71,15 +76,17 @@ class Custom(nn.Module):
             x = start * 1.0
         if self.extra == "own scale":
             x = x * self.scale
+        if self.extra.startswith("changed inside"):
+            start = self.embed(input_ids) if "derived" not in self.extra else x * 2.0
         for index in self.order:
-            x = self.blocks[index](0.5, x)[1]
+            x = self.blocks[index](0.5, x, start if f"changed inside {index}" in self.extra else None)[1]
             if self.extra == "in place":
                 x *= 1.5
             if self.extra == "between":
                 x = x * 1.5
         if self.extra == "mask":
             x = x * (start > 0)
-        return self.head(self.norm(x + start if self.extra in ("skip", "added in place") else x))
+        return self.head(self.norm(x + start if self.extra.startswith(PAST) else x))
 
 
 def custom(**options: Any) -> Callable[[], nn.Module]:
@@ -110,6 +117,11 @@ def test_a_custom_module_is_cut_exactly() -> None:
         ({"order": (1, 0)}, "they run as [1, 0]"),
         ({"order": (1,)}, "they run as [1]"),
         ({"extra": "in place"}, "what block 0 returns is changed in place"),
+        (
+            {"extra": "changed inside 0"},
+            "blocks.0 changes in place what embed returns, and later blocks or the head read",
+        ),
+        ({"extra": "changed inside 0, derived"}, "block 0 changes in place what it receives"),
         ({"extra": "shared weight"}, "block 1 uses blocks.0.out.bias, which is not its own"),
     ],
 )
@@ -125,6 +137,7 @@ def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None
     [
         {"extra": "skip"},
         {"extra": "added in place"},
+        {"extra": "changed inside 1"},
         {"extra": "mask"},
         {"extra": "between"},
         {"extra": "own scale"},
@@ -133,6 +146,7 @@ def test_what_is_no_chain_is_refused(options: dict[str, Any], rule: str) -> None
     ids=[
         "the head reads the embedding",
         "which is changed in place by a module that runs twice",
+        "which the last block changes in place",
         "without a gradient",
         "between",
         "a weight of the model",
@@ -144,6 +158,32 @@ def test_what_flows_past_a_block_is_handed_over(options: dict[str, Any]) -> None
     structure = find_structure(build())
     error, where = largest_error(build, structure, find_chain(build(), structure))
     assert error <= FLOAT64_GRADIENT, where
+
+
+def test_what_a_small_copy_with_numbers_shows_to_be_changed_in_place_is_so_in_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = LlamaDecoderLayer.forward
+
+    def added(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden_states += 1.0
+        return own(self, hidden_states, *args, **kwargs)
+
+    def no_forward(*_: object) -> None:
+        raise Untraceable(PlanError("pp", "asks for numbers", "pp=1"))
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", added)
+    monkeypatch.setattr(
+        chain_module, "record_pass", lambda *given: (no_forward if on_meta(given) else record_pass)(*given)
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shrink(CONFIG_MAPPING["llama"]()))
+    hidden = find_chain(model, find_structure(model)).hidden
+    assert hidden[0].changed
+
+
+def on_meta(given: tuple[Any, ...]) -> bool:
+    return next(given[0].parameters()).is_meta
 
 
 def test_a_border_is_no_wider_than_it_must_be() -> None:

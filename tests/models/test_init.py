@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.apertus import modeling_apertus
 
 from shardwise.errors import PlanError
+from shardwise.models import own_init
 from shardwise.models.build import freeze_stored_buffers
 from shardwise.models.init import Distribution, distributions, fill_random
 from shardwise.models.shard import Shard
@@ -82,6 +83,30 @@ def test_what_a_constructor_makes_of_a_width_is_refused(monkeypatch):
         own(self, config)
         with torch.no_grad():
             self.act_fn.alpha_p.fill_(config.hidden_size**-0.5)
+
+    monkeypatch.setattr(modeling_apertus.ApertusMLP, "__init__", by_width)
+    with pytest.raises(PlanError, match=r"alpha_p.*its initial distribution is not known"):
+        distributions(on_meta(default_config("apertus")))
+
+
+def test_constants_are_known_where_no_wider_copy_can_be_built(monkeypatch):
+    """Those of the model's own shape: of others nothing shows whether they depend on a width."""
+    known = distributions(on_meta(shrink(default_config("apertus"))))
+
+    def one_width(config, *, scale=1):
+        if scale > 1:
+            raise ValueError("no such width")
+        return shrink(config)
+
+    monkeypatch.setattr(own_init, "shrink", one_width)
+    model = on_meta(shrink(default_config("apertus")))
+    got, want = filled(model, distributions(model), 1), filled(model, known, 1)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    own = modeling_apertus.ApertusMLP.__init__
+
+    def by_width(self, config):
+        own(self, config)
+        self.act_fn.alpha_p = torch.nn.Parameter(torch.full((config.hidden_size,), config.hidden_size**-0.5))
 
     monkeypatch.setattr(modeling_apertus.ApertusMLP, "__init__", by_width)
     with pytest.raises(PlanError, match=r"alpha_p.*its initial distribution is not known"):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import PlanError
 from shardwise.models.shrink import build_small, shrink
-from shardwise.tensor.alternatives import MOST_NAMED, share_of
+from shardwise.tensor.alternatives import MOST_NAMED, Alternative, share_of
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.find import TableSearch
 from shardwise.tensor.frontier import solve_frontier, thinned, unbeaten
@@ -121,6 +121,39 @@ def test_a_bound_below_the_first_table_is_refused() -> None:
         _search(2).tables(whole=0.001)
     least = float(str(refused.value).split("tp_whole=")[1].split(",")[0])
     assert _search(2).tables(whole=least)[0] == _search(2).tables()[0]
+
+
+def test_the_default_is_tried_last_where_it_lies_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = _search(2)
+    first, others = search.offered()
+    assert len(others) > 4  # more than are tried
+    proven, tried = TableSearch.proven, []
+
+    def only_first(self: TableSearch, chosen: Alternative, *, sequence: bool = False) -> object:
+        tried.append(chosen.cost)
+        if chosen.cost != first.cost:
+            raise PlanError("tp", "differs", "tp=1")
+        return proven(self, chosen, sequence=sequence)
+
+    monkeypatch.setattr(TableSearch, "proven", only_first)
+    assert search.tables(whole=0.9)[0].cost == first.cost
+    assert len(tried) == 5
+
+
+def test_blocks_of_unequal_widths_count_by_their_own() -> None:
+    search = _search(2)
+    mlp = search.model.get_submodule("model.layers.0.mlp")
+    before = search.offered()[1][-1].cost.whole
+    saved = dict(mlp.named_children())
+    try:
+        for name in ("gate_proj", "up_proj"):
+            setattr(mlp, name, torch.nn.Linear(64, 192, bias=False, device="meta"))
+        mlp.down_proj = torch.nn.Linear(192, 64, bias=False, device="meta")
+        after = search.offered()[1][-1].cost
+    finally:
+        for name, module in saved.items():
+            setattr(mlp, name, module)
+    assert after.whole - before == 3 * 64 * 96
 
 
 def test_tables_of_other_bounds_are_kept_apart(tmp_path: object) -> None:
