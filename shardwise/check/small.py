@@ -15,12 +15,10 @@ from transformers import PreTrainedModel
 from shardwise.data.format import IGNORED
 from shardwise.data.rows import Row
 from shardwise.models.build import (
+    arrange,
     build_on_meta,
     causal_model,
-    choose_experts,
     freeze_stored_buffers,
-    put_head_last,
-    unite_embedding,
     widen,
 )
 from shardwise.models.lora import Adapters, find_adapters, inject, plain_name
@@ -122,9 +120,7 @@ def build_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model of ``config`` on meta, in training mode, as a run builds the user's."""
     with torch.device("meta"):
         model = causal_model(config, dtype=dtype, attn_implementation=config._attn_implementation)
-    choose_experts(model)
-    put_head_last(model)
-    unite_embedding(model)
+    arrange(model)
     freeze_stored_buffers(model)
     widen(model, dtype)
     return model.train()

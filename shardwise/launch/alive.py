@@ -46,8 +46,7 @@ def alive_devices(device: DeviceType, environ: Mapping[str, str]) -> Alive | Non
     if device == "cpu":
         return None
     if device == "npu":
-        found = (re.fullmatch(r"davinci(\d+)", path.name) for path in _DEV.glob("davinci*"))
-        numbers = sorted((match[1] for match in found if match), key=int)
+        numbers = npu_numbers()
         alive = _visible(device, numbers, (), environ.get(VISIBLE[device]))
         return None if not numbers or (alive.lost and not alive.names) else alive
     listing = _listing()
@@ -63,6 +62,12 @@ def alive_devices(device: DeviceType, environ: Mapping[str, str]) -> Alive | Non
         return Alive(device, tuple(by_index.values()), tuple(gone))
     alive = _visible(device, list(by_index), identities, environ[VISIBLE["cuda"]])
     return replace(alive, names=tuple(by_index.get(name, name) for name in alive.names))
+
+
+def npu_numbers() -> list[str]:
+    """Of ``/dev/davinci0`` and so on; ``davinci_manager`` is no device."""
+    found = (re.fullmatch(r"davinci(\d+)", path.name) for path in _DEV.glob("davinci*"))
+    return sorted((match[1] for match in found if match), key=int)
 
 
 def _visible(device: DeviceType, indices: list[str], identities: Sequence[str], variable: str | None) -> Alive:

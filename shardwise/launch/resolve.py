@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Collection
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from shardwise.errors import ConfigError
-from shardwise.launch.alive import VISIBLE
+from shardwise.launch.alive import VISIBLE, npu_numbers
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.describing import model_of
 from shardwise.launch.hub import locate_model, locate_rows
@@ -43,7 +42,7 @@ _TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
 _FIRST_TRACES = frozenset([".lock", "logs"])  # another machine of the same job may have been faster
 _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
-_DEV, _NVIDIA = Path("/dev"), Path("/proc/driver/nvidia")
+_NVIDIA = Path("/proc/driver/nvidia")
 _INPUT_KEYS = ("tokenizer", "chat_template")
 _PATH_KEYS = ("model", "tokenizer", "models_dir", "resume", "output_dir", "strategy.plan")
 _DATA_KEYS = ("data.train", "data.eval")
@@ -203,7 +202,7 @@ def count_devices(device: DeviceType) -> int:
     visible = os.environ.get(VISIBLE[device])
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(_npu_files()) if device == "npu" else _count_cuda()
+    return len(npu_numbers()) if device == "npu" else _count_cuda()
 
 
 def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False, begin: Callable[[], None] = lambda: None) -> Path:
@@ -353,13 +352,7 @@ def _has_cuda() -> bool:
 
 
 def _has_npu() -> bool:
-    return bool(_npu_files())
-
-
-def _npu_files() -> list[str]:
-    """``/dev/davinci0`` and so on; ``davinci_manager`` is no device."""
-    names = os.listdir(_DEV) if _DEV.is_dir() else []
-    return sorted(name for name in names if re.fullmatch(r"davinci\d+", name))
+    return bool(npu_numbers())
 
 
 def _count_cuda() -> int:

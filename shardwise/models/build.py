@@ -47,12 +47,17 @@ def build_on_meta(
             rule = f"{config.model_type} does not have it in transformers"
             raise ConfigError(f"attn_implementation = {attn_implementation!r}", rule, "Leave it out") from error
         raise ConfigError(value, f"transformers cannot build this model ({error})", "Correct the file") from error
-    choose_experts(model)
-    put_head_last(model)
-    unite_embedding(model)
+    arrange(model)
     freeze_stored_buffers(model)
     keep_in_fp32(model)
     return model.train()
+
+
+def arrange(model: PreTrainedModel) -> None:
+    """Give a model the form in which a run has it: experts as they are split, the head last, one embedding."""
+    choose_experts(model)
+    put_head_last(model)
+    unite_embedding(model)
 
 
 def causal_model(config: Any, **options: Any) -> PreTrainedModel:

@@ -17,11 +17,9 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError
 from shardwise.models.build import (
+    arrange,
     causal_model,
-    choose_experts,
     freeze_stored_buffers,
-    put_head_last,
-    unite_embedding,
     widen,
 )
 from shardwise.models.kinds import block_signatures
@@ -80,9 +78,7 @@ def build_small(config: Any, dtype: torch.dtype = torch.float64, seed: int = 0) 
                 if parameter.is_floating_point():
                     noise = torch.randn_like(parameter) * _NOISE
                     parameter.copy_(torch.where(parameter.isfinite(), parameter + noise, noise))
-    choose_experts(model)
-    put_head_last(model)
-    unite_embedding(model)
+    arrange(model)
     return model.eval()
 
 

@@ -300,6 +300,18 @@ def solve(problem: Problem) -> Solution:
 def enumerate_all(problem: Problem) -> Solution:
     """The same by trying every combination; for a few regions, as the oracle of :func:`solve`."""
     best: Solution | None = None
+    for modes, picked in combinations(problem):
+        paid = {problem.groups[p]: problem.sizes[p].inputs for p, choice in picked.items() if choice.sums_input}
+        cost = sum(price(problem, choice) for choice in picked.values()) + 2.0 * sum(paid.values())
+        cost += sum(problem.redundancy(r, m) for r, m in enumerate(modes))
+        if best is None or cost < best.price:
+            best = Solution(modes, picked, cost)
+    assert best is not None
+    return best
+
+
+def combinations(problem: Problem) -> Iterator[tuple[tuple[Mode, ...], dict[str, Choice]]]:
+    """Every mode of all regions, with every choice of all products that goes with it."""
     for modes in itertools.product(*(problem.modes(i) for i in range(len(problem.regions)))):
         options = []
         for product in problem.products:
@@ -307,17 +319,7 @@ def enumerate_all(problem: Problem) -> Solution:
             mode_behind = Mode.WHOLE if behind is None else modes[behind]
             options.append(list(choices(problem, product, modes[problem.region_before(product)], mode_behind)))
         for picked in itertools.product(*options):
-            paid = {
-                problem.groups[p]: problem.sizes[p].inputs
-                for p, choice in zip(problem.products, picked, strict=True)
-                if choice.sums_input
-            }
-            cost = sum(price(problem, choice) for choice in picked) + 2.0 * sum(paid.values())
-            cost += sum(problem.redundancy(r, m) for r, m in enumerate(modes))
-            if best is None or cost < best.price:
-                best = Solution(tuple(modes), dict(zip(problem.products, picked, strict=True)), cost)
-    assert best is not None
-    return best
+            yield modes, dict(zip(problem.products, picked, strict=True))
 
 
 def last_uses(problem: Problem) -> dict[int | str, int]:

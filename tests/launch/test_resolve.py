@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.config import apply_overrides, load_yaml, set_key
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.launch import alive
 from shardwise.launch import resolve as module
 from shardwise.launch.lock import release_all
 from shardwise.launch.resolve import choose_device, count_devices, prepare
@@ -24,7 +25,7 @@ def _plain_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without accelerators, whatever the tests run on."""
     for name in ("SHARDWISE_DEVICE", "SHARDWISE_MODELS_DIR", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(module, "_DEV", tmp_path / "dev")
+    monkeypatch.setattr(alive, "_DEV", tmp_path / "dev")
     monkeypatch.setattr(module, "_NVIDIA", tmp_path / "nvidia")
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 
 import pytest
@@ -17,7 +16,7 @@ from shardwise.tensor.alternatives import MOST_NAMED, Alternative, share_of
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.find import TableSearch
 from shardwise.tensor.frontier import solve_frontier, thinned, unbeaten
-from shardwise.tensor.search import Choice, Mode, Problem, choices
+from shardwise.tensor.search import Choice, Mode, Problem, choices, combinations
 from shardwise.tensor.simulate import compare, reference
 from shardwise.tensor.table import ShardingTable, Style
 from tests.tensor.test_search import attention_block, problems
@@ -34,17 +33,7 @@ def _numbers(problem: Problem, chosen: dict[str, Choice]) -> Numbers:
 
 def _every(problem: Problem) -> list[Numbers]:
     """Those of all combinations."""
-    found = []
-    for modes in itertools.product(*(problem.modes(i) for i in range(len(problem.regions)))):
-        options = []
-        for product in problem.products:
-            behind = problem.region_behind(product)
-            mode = Mode.WHOLE if behind is None else modes[behind]
-            options.append(list(choices(problem, product, modes[problem.region_before(product)], mode)))
-        found += [
-            _numbers(problem, dict(zip(problem.products, own, strict=True))) for own in itertools.product(*options)
-        ]
-    return found
+    return [_numbers(problem, chosen) for _, chosen in combinations(problem)]
 
 
 @settings(max_examples=100, deadline=None)
