@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,18 @@ def _rank(rank: int, folder: Path, rows: int, repeats: int) -> dict[str, list[tu
     return found
 
 
-def _steps(rank: int, folder: Path, rows: int, num_steps: int, rounds: int) -> list[tuple[list[float], list[float]]]:
-    """Seconds of steps (products and an all-reduce) without a save under way, and with one that is begun anew, for each
-    round; one more round before them warms up."""
+@dataclass(frozen=True)
+class Round:
+    """Seconds of each step without a save under way and beside one, and of the first save from its begin to its end."""
+
+    alone: list[float]
+    beside: list[float]
+    save: float
+
+
+def _steps(rank: int, folder: Path, rows: int, num_steps: int, rounds: int) -> list[Round]:
+    """Steps (products and an all-reduce) without a save and beside one, which is begun anew until there are enough of
+    them; one more round before those that count warms up."""
     import torch
     import torch.distributed as dist
 
@@ -176,30 +186,32 @@ def _steps(rank: int, folder: Path, rows: int, num_steps: int, rounds: int) -> l
 
     number = 0
 
-    def beside_saves() -> list[float]:
+    def beside_saves() -> tuple[list[float], float]:
         nonlocal number
         beside: list[float] = []
+        save = 0.0
         while len(beside) < num_steps:
             number += 1
             content = Content(number, state, {}, Companions(folder))
             job = SaveJob(folder / "background", content, background=True)
-            busy = torch.ones(1)
-            while busy.item() and len(beside) < num_steps:
+            began, busy = time.perf_counter(), torch.ones(1)
+            while busy.item():
                 beside.append(step())
                 busy = torch.tensor([float(not job.is_written)])
                 dist.all_reduce(busy)
             path = job.finish()
+            save = save or time.perf_counter() - began
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(path)
-        return beside
+        return beside, save
 
-    return [([step() for _ in range(num_steps)], beside_saves()) for _ in range(1 + rounds)][1:]
+    return [Round([step() for _ in range(num_steps)], *beside_saves()) for _ in range(1 + rounds)][1:]
 
 
-def share_of(rounds: list[tuple[list[float], list[float]]]) -> float:
+def share_of(rounds: list[Round]) -> float:
     """The median step beside a save over the median step alone: of each round, and of these the median."""
-    return statistics.median(statistics.median(beside) / statistics.median(alone) for alone, beside in rounds)
+    return statistics.median(statistics.median(each.beside) / statistics.median(each.alone) for each in rounds)
 
 
 def main() -> int:
@@ -222,8 +234,10 @@ def main() -> int:
             print(f"{key:16} {seconds:6.2f} s  {memory / 2**20:8.0f} MiB more on all ranks")
         rounds = run_distributed(_steps, NUM_RANKS, folder, rows, options.steps, options.repeats, timeout=3600)[0]
     share = share_of(rounds)
+    seconds = statistics.median(each.save for each in rounds)
     print(f"a step while a checkpoint is written: {share:.2f} of one without (limit {SHARE_LIMIT})")
-    print(json.dumps([{"alone": alone, "beside": beside} for alone, beside in rounds]))
+    print(f"{'beside steps':16} {seconds:6.2f} s  from the copy to the checkpoint's name")
+    print(json.dumps([asdict(each) for each in rounds]))
     return int(share > SHARE_LIMIT)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.checkpoints import share_of
+from benchmarks.checkpoints import Round, share_of
 from benchmarks.job import report
 from benchmarks.plan import MOST_MIB, measure
 from benchmarks.watch import StepRecord
@@ -62,8 +62,8 @@ def test_a_small_job_is_watched_to_its_end(tmp_path: Path) -> None:
 
 def test_steps_beside_a_save_are_compared_round_by_round() -> None:
     """A machine that is slow in one round, or stalls in one step, changes nothing."""
-    rounds = [([1.0] * 3, [1.1, 1.1, 9.0]), ([2.0] * 3, [2.0] * 3), ([1.0] * 3, [5.0] * 3)]
-    assert share_of(rounds) == 1.1
+    steps = [([1.0] * 3, [1.1, 1.1, 9.0]), ([2.0] * 3, [2.0] * 3), ([1.0] * 3, [5.0] * 3)]
+    assert share_of([Round(alone, beside, save=1.0) for alone, beside in steps]) == 1.1
 
 
 def test_a_search_is_timed() -> None:

@@ -8,6 +8,7 @@ in each step tells when all are through.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -38,7 +40,8 @@ from shardwise.checkpoint.listing import (
 )
 from shardwise.checkpoint.reader import unlisted_damage
 from shardwise.checkpoint.shelf import set_aside, sweep
-from shardwise.checkpoint.store import SlicedTensor, snapshot
+from shardwise.checkpoint.store import SlicedTensor, owned_bytes, snapshot
+from shardwise.checkpoint.writing import Pace, SummedFiles
 from shardwise.errors import SaveError
 
 _COPY_AHEAD_BYTES = 10**7  # from a device, while others are written; DCP's own default
@@ -72,12 +75,13 @@ class SaveJob:
     Args:
         folder: where it gets its name.
         background: take a copy of the tensors and write that in a thread, so that training goes on meanwhile.
+        within: seconds in which a rank is to have written, in the background, where its disk is fast enough.
 
     Raises:
         SaveError: on every rank, if one cannot write. What was there before is untouched.
     """
 
-    def __init__(self, folder: Path, content: Content, *, background: bool = False) -> None:
+    def __init__(self, folder: Path, content: Content, *, background: bool = False, within: float = math.inf) -> None:
         self.final = folder / checkpoint_name(content.step)
         self._draft, self._content = draft_of(self.final), content
         self._failure: SaveError | None = None
@@ -90,6 +94,9 @@ class SaveJob:
         ahead = 0 if background else _COPY_AHEAD_BYTES
         self._planner = DefaultSavePlanner()
         self._writer = FileSystemWriter(self._draft, per_thread_copy_ahead=ahead)
+        self._pace = Pace(owned_bytes(tensors), torch.get_num_threads(), within) if background else None
+        self._files = SummedFiles(self._pace)
+        self._writer.fs = self._files
         self._plan, self._metadata = _make_plan(self._planner, self._writer, tensors)
         if content.write_more is not None:
             content.write_more(self._draft)
@@ -115,7 +122,8 @@ class SaveJob:
         Raises:
             SaveError: on every rank, if one could not write.
         """
-        if self._thread is not None:
+        if self._thread is not None and self._pace is not None:
+            self._pace.hurry()
             self._thread.join()
         try:
             _agree(self._failure)
@@ -151,6 +159,8 @@ class SaveJob:
         if sys.platform == "linux":
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        if self._pace is not None:
+            self._pace.begin()
         self._write()
 
     def _write(self) -> None:
@@ -160,7 +170,7 @@ class SaveJob:
         written = self._writer.write_data(self._plan, self._planner)
         self._results = written.wait()
         for path in self._draft.glob(f"__{dist.get_rank()}_*.distcp"):
-            self._records[path.name] = record_of(path)
+            self._records[path.name] = FileRecord(path.stat().st_size, self._files.checksums[path.name])
 
     def _publish(self, everything: list[Any]) -> SaveError | None:
         return self._caught(lambda: self._give_name(everything))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,7 @@ class CheckpointKeeper:
         self._run, self._folder, self._rank = run, folder, rank
         self._loaded, self._optimizer, self._write_adapter = loaded, optimizer, write_adapter
         self._job: SaveJob | None = None
+        self._begun_at = time.monotonic()
 
     @property
     def is_writing(self) -> bool:
@@ -109,7 +111,9 @@ class CheckpointKeeper:
             write_more=self._write_more if self._loaded.adapters is not None else None,
             num_bytes=self.num_bytes,
         )
-        self._job = SaveJob(self._folder, content, background=self._run.save.async_)
+        # The next one may be due as soon as this one was after the one before: half of that leaves room for a change.
+        since, self._begun_at = time.monotonic() - self._begun_at, time.monotonic()
+        self._job = SaveJob(self._folder, content, background=self._run.save.async_, within=since / 2)
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is on its way, if one is; then remove the ones that are too many.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from shardwise.checkpoint import save_job
+from shardwise.checkpoint import save_job, writing
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.listing import fault_in
-from shardwise.checkpoint.save_job import Content, SaveJob
+from shardwise.checkpoint.save_job import Content, SaveJob, damage_in
+from shardwise.checkpoint.store import tensor_state
+from shardwise.spec.layout import ParamLayout, chunk_range
+from shardwise.testing import run_distributed
 
 
 @pytest.fixture
@@ -59,3 +64,22 @@ def test_every_file_is_on_the_disk_before_the_name(
     job._give_name([])
     assert not fault_in(job.final)
     assert {path.stat().st_ino for path in (job.final, *job.final.rglob("*"))} <= synced
+
+
+def _saves_beside_steps(rank: int, folder: Path) -> tuple[bool, bool]:
+    """Whether a save that rests for hours was written before it was waited for; and one that is due at once."""
+    writing._SHARE = 1e-9
+    layout = ParamLayout("weight", (64, 64), shard_range=chunk_range(64, 2, rank))
+    tensors = tensor_state([(layout, torch.rand(32, 64))], "model")
+    written = []
+    for step, within in ((1, math.inf), (2, 0.0)):
+        job = SaveJob(folder, Content(step, tensors, {}, Companions(folder)), background=True, within=within)
+        assert job._thread is not None
+        job._thread.join(0.5 if within else 60)
+        written.append(job.is_written)
+        assert not damage_in(job.finish())
+    return written[0], written[1]
+
+
+def test_a_background_save_rests_until_it_is_waited_for_or_due(tmp_path: Path) -> None:
+    assert run_distributed(_saves_beside_steps, 2, tmp_path, timeout=120) == [(False, True), (False, True)]
