@@ -112,6 +112,12 @@ def is_unlisted(checkpoint: Path) -> bool:
     return not (checkpoint / MANIFEST_FILE).exists() and all((checkpoint / name).is_file() for name in there)
 
 
+def told_of_unlisted(checkpoint: Path) -> str:
+    """What a user is to know of a checkpoint without a list of its files that is about to be read."""
+    told = f"{checkpoint.name} has no {MANIFEST_FILE}: its files are as long as its index says"
+    return f"{told}; what they hold cannot be compared with what was written"
+
+
 def passed_over(folder: Path, chosen: Path | None) -> list[str]:
     """What in ``folder`` looks like a checkpoint newer than ``chosen`` and is none, each with the reason."""
     limit = -1 if chosen is None else (step_of(chosen.resolve()) or 0)

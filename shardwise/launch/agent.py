@@ -43,7 +43,7 @@ from shardwise.train.status import Status, finish_status, read_status, write_sta
 if TYPE_CHECKING:
     from shardwise.launch.elastic import AgentResult
 
-_OTHERS_SECONDS = 10.0  # how long other machines may take to say who died
+_DEATHS_SECONDS = 10.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
 
 
@@ -291,7 +291,7 @@ def _culprit(work: Work, result: AgentResult) -> Culprit:
     """Who failed first. A machine that only sees a connection end waits a moment for what the others have seen."""
     folder, deaths = work.folder, result.deaths
     work.tell_deaths(deaths)
-    deadline = time.monotonic() + _OTHERS_SECONDS
+    deadline = time.monotonic() + _DEATHS_SECONDS
     while True:
         errors = [*read_errors(folder, work.devices), *result.errors]
         told = read_deaths(folder)

@@ -1,4 +1,4 @@
-"""Which devices of this machine still answer: after a failure one of them may be lost. Imports no torch.
+"""Which devices this machine has, and which still answer: after a failure one may be lost. Imports no torch.
 
 The visibility variable says what a job may use, not what is there. Written by the vendors' documentation, and never run
 on a machine that has lost a device.
@@ -7,6 +7,7 @@ on a machine that has lost a device.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from shardwise.spec.plan import DeviceType
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _DEV = Path("/dev")
+_NVIDIA = Path("/proc/driver/nvidia")
 ANSWER_SECONDS = 60
 _GPU = re.compile(r"^GPU (\d+): .*\(UUID: (\S+)\)\s*$", re.MULTILINE)
 _MIG = re.compile(r"\(UUID: (MIG-\S+)\)\s*$", re.MULTILINE)
@@ -64,6 +66,21 @@ def alive_devices(device: DeviceType, environ: Mapping[str, str]) -> Alive | Non
     return replace(alive, names=tuple(by_index.get(name, name) for name in alive.names))
 
 
+def has_gpus() -> bool:
+    """Whether there is an NVIDIA driver, or its tool."""
+    return _NVIDIA.exists() or shutil.which("nvidia-smi") is not None
+
+
+def num_gpus() -> int | None:
+    """GPUs by the driver's list, which answers at once and holds lost ones as well; where it is not readable by
+    nvidia-smi's. None where neither can be asked."""
+    listed = _NVIDIA / "gpus"
+    if listed.is_dir():
+        return len(list(listed.iterdir()))
+    listing = _listing()
+    return None if listing is None else len(_GPU.findall(listing))
+
+
 def npu_numbers() -> list[str]:
     """Of ``/dev/davinci0`` and so on; ``davinci_manager`` is no device."""
     found = (re.fullmatch(r"davinci(\d+)", path.name) for path in _DEV.glob("davinci*"))
@@ -81,10 +98,11 @@ def _visible(device: DeviceType, indices: list[str], identities: Sequence[str], 
 
 
 def _listing() -> str | None:
-    """What nvidia-smi lists; None where it is not there, or hangs. It ends with an error when one device is lost, and
-    names the others all the same."""
+    """What nvidia-smi lists; None where it is not there, hangs or fails as a whole. It ends with an error when one
+    device is lost, and names the others all the same."""
     command = ["nvidia-smi", "-L"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except (subprocess.TimeoutExpired, OSError):
         return None
+    return done.stdout if done.returncode == 0 or _GPU.search(done.stdout) else None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LOCAL = "127.0.0.1"  # the number, not the name: no name service and no IPv6 is needed
 _SHUTDOWN_SECONDS = 5
 _SETTLE_SECONDS = 3.0  # how long ranks may take to end by themselves when one has
-_OTHERS_SECONDS = 5.0  # that workers have to notice by themselves that those of another machine have failed
+_NOTICE_SECONDS = 5.0  # that workers have to notice by themselves that those of another machine have failed
 _POLL_SECONDS = 0.1
 
 
@@ -138,7 +138,7 @@ class _Agent(LocalElasticAgent):
             if not self._work.machines.has_failed(self._attempt):
                 return False
             self._other_failed_at = time.monotonic()
-        return time.monotonic() - self._other_failed_at > _OTHERS_SECONDS
+        return time.monotonic() - self._other_failed_at > _NOTICE_SECONDS
 
     def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int]:
         codes = {

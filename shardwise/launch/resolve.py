@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from shardwise.errors import ConfigError
-from shardwise.launch.alive import VISIBLE, npu_numbers
+from shardwise.launch.alive import VISIBLE, has_gpus, npu_numbers, num_gpus
 from shardwise.launch.compiler import check_compiler
 from shardwise.launch.describing import model_of
 from shardwise.launch.hub import locate_model, locate_rows
@@ -42,7 +40,6 @@ _TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
 _FIRST_TRACES = frozenset([".lock", "logs"])  # another machine of the same job may have been faster
 _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
-_NVIDIA = Path("/proc/driver/nvidia")
 _INPUT_KEYS = ("tokenizer", "chat_template")
 _PATH_KEYS = ("model", "tokenizer", "models_dir", "resume", "output_dir", "strategy.plan")
 _DATA_KEYS = ("data.train", "data.eval")
@@ -167,7 +164,7 @@ def choose_device(wanted: str) -> DeviceType:
     Raises:
         ConfigError: an unknown name, or a device that this machine does not have.
     """
-    present: dict[str, Callable[[], bool]] = {"cuda": _has_cuda, "npu": _has_npu, "cpu": lambda: True}
+    present: dict[str, Callable[[], bool]] = {"cuda": has_gpus, "npu": _has_npu, "cpu": lambda: True}
     if wanted == "auto":
         usable = (
             name for name, is_present in present.items() if is_present() and count_devices(cast(DeviceType, name))
@@ -196,13 +193,20 @@ def _devices(wanted: str, may_be_absent: bool) -> tuple[DeviceType, int]:
 
 
 def count_devices(device: DeviceType) -> int:
-    """Devices of this type that a job may use here, as the vendor's visibility variable limits them; CPU: 1."""
+    """Devices of this type that a job may use here, as the vendor's visibility variable limits them; CPU: 1.
+
+    Raises:
+        ConfigError: neither NVIDIA's driver nor its tool tells.
+    """
     if device == "cpu":
         return 1
     visible = os.environ.get(VISIBLE[device])
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(npu_numbers()) if device == "npu" else _count_cuda()
+    count = len(npu_numbers()) if device == "npu" else num_gpus()
+    if count is None:
+        raise ConfigError("device = 'cuda'", "nvidia-smi does not answer, or fails", _OVERRIDE)
+    return count
 
 
 def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False, begin: Callable[[], None] = lambda: None) -> Path:
@@ -347,29 +351,8 @@ def _holds_results(output: Path) -> bool:
     return not names <= (_TRACES if "status.json" in names else _FIRST_TRACES)
 
 
-def _has_cuda() -> bool:
-    return _NVIDIA.exists() or shutil.which("nvidia-smi") is not None
-
-
 def _has_npu() -> bool:
     return bool(npu_numbers())
-
-
-def _count_cuda() -> int:
-    """The driver's list where it is readable, else nvidia-smi's.
-
-    Raises:
-        ConfigError: neither can be asked.
-    """
-    listed = _NVIDIA / "gpus"
-    if listed.is_dir():
-        return len(list(listed.iterdir()))
-    try:
-        command = ["nvidia-smi", "--list-gpus"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError("device = 'cuda'", f"nvidia-smi does not answer ({error})", _OVERRIDE) from None
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
 
 
 def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy, rows: int) -> RunConfig:

@@ -20,9 +20,11 @@ from shardwise.checkpoint.listing import (
     MANIFEST_FILE,
     complete_checkpoints,
     fault_in,
+    is_unlisted,
     passed_over,
     saved_state,
     step_of,
+    told_of_unlisted,
 )
 from shardwise.checkpoint.merge import Comparison, compare_logits, logits_of, probe
 from shardwise.checkpoint.naming import Naming, default_naming, naming_of_folder
@@ -42,6 +44,8 @@ _BATCH_BYTES = 2**28  # of parameters that are read at once; a larger one is rea
 def find_checkpoint(source: Path) -> Path:
     """The checkpoint that a path means: the folder itself (or a link to it), or the newest complete one of a run.
 
+    One without a list of its files is taken where the path names it, as ``resume`` does.
+
     Which one is taken, and what was passed over for it, is said on stderr.
 
     Raises:
@@ -49,7 +53,7 @@ def find_checkpoint(source: Path) -> Path:
         CheckpointError: the path names a checkpoint that is not complete.
     """
     fault = fault_in(source)
-    if not fault:
+    if not fault or is_unlisted(source):
         return source.resolve()
     if step_of(source.resolve()) is not None or (source / MANIFEST_FILE).exists():
         raise CheckpointError(str(source), f"not a complete checkpoint: {fault}", "Export another one")
@@ -85,6 +89,8 @@ def export_checkpoint(checkpoint: Path, out: Path, max_file_bytes: int | None = 
     damage = damage_in(checkpoint)
     if damage:
         raise CheckpointError(str(checkpoint), f"is damaged: {damage}", "Export another one")
+    if is_unlisted(checkpoint):
+        say(told_of_unlisted(checkpoint))
     draft = out.absolute().with_name(f".{out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     with writing(out):

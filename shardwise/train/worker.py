@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.listing import CHECKPOINTS, MANIFEST_FILE, is_unlisted, saved_state
+from shardwise.checkpoint.listing import CHECKPOINTS, is_unlisted, saved_state, told_of_unlisted
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
@@ -217,8 +217,7 @@ def _start(parts: TrainerParts) -> tuple[TrainState, str | None]:
         return TrainState(), None
     state = restore(checkpoint, parts.identity, parts.loaded.model, parts.optimizer)
     if terminal is not None and is_unlisted(checkpoint):
-        told = f"{checkpoint.name} has no {MANIFEST_FILE}: its files are as long as its index says"
-        print(f"{told}; what they hold cannot be compared with what was written", file=terminal, flush=True)
+        print(told_of_unlisted(checkpoint), file=terminal, flush=True)
     if terminal is not None:
         print(f"resuming from {Path(checkpoint)} after step {state.step}", file=terminal, flush=True)
         for line in changes(saved_state(checkpoint)["run"], parts.run):

@@ -32,7 +32,7 @@ GPU 3: NVIDIA H200 (UUID: GPU-cc-3)
 def test_gpus_that_are_visible_and_answer(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, names: tuple[str, ...], lost: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=LISTED))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=15, stdout=LISTED))
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     assert alive_devices("cuda", environ) == Alive("cuda", names, lost)
 
@@ -46,7 +46,7 @@ def test_a_tool_that_fails_as_a_whole_tells_nothing(monkeypatch: pytest.MonkeyPa
     assert alive_devices("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) is None
     error = FileNotFoundError()
     assert alive_devices("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}) is None
-    broken = SimpleNamespace(stdout="Failed to initialize NVML: Driver/library version mismatch")
+    broken = SimpleNamespace(returncode=18, stdout="Failed to initialize NVML: Driver/library version mismatch")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: broken)
     for environ in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
         assert alive_devices("cuda", environ) is None

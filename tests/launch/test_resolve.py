@@ -26,8 +26,8 @@ def _plain_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SHARDWISE_DEVICE", "SHARDWISE_MODELS_DIR", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(alive, "_DEV", tmp_path / "dev")
-    monkeypatch.setattr(module, "_NVIDIA", tmp_path / "nvidia")
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(alive, "_NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr(alive.shutil, "which", lambda name: None)
 
 
 def _prepare(root: Path, *overrides: str, **tree: Any) -> tuple[RunConfig, Plan]:
@@ -147,15 +147,15 @@ def test_visible_devices_limit_the_count(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_gpus_are_counted_by_the_tool_where_the_driver_lists_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(alive.shutil, "which", lambda name: f"/bin/{name}")
     answer = subprocess.CompletedProcess([], 0, stdout="GPU 0: A (UUID: x)\nGPU 1: A (UUID: y)\n")
-    monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
+    monkeypatch.setattr(alive.subprocess, "run", lambda *args, **kwargs: answer)
     assert (choose_device("auto"), count_devices("cuda")) == ("cuda", 2)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 20)
 
-    monkeypatch.setattr(module.subprocess, "run", fail)
+    monkeypatch.setattr(alive.subprocess, "run", fail)
     with pytest.raises(ConfigError, match="nvidia-smi does not answer"):
         count_devices("cuda")
 

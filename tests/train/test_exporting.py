@@ -143,6 +143,29 @@ def test_the_checkpoint_that_is_taken_is_named(tmp_path: Path, capsys: pytest.Ca
         find_checkpoint(newer)
 
 
+def test_one_without_a_list_of_its_files_is_taken_where_it_is_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``resume=PATH`` takes it, and with the same comparison of sizes."""
+    copy = tmp_path / "checkpoints" / "step-00000003"
+    shutil.copytree(saved / "checkpoints" / copy.name, copy)
+    (copy / "files.json").unlink()
+    assert find_checkpoint(copy) == copy
+    _export(copy, tmp_path / "out")
+    assert f"{copy.name} has no files.json: its files are as long as its index says" in capsys.readouterr().err
+    _export(saved, tmp_path / "listed")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "listed" / "model.safetensors"
+    ).read_bytes()
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        find_checkpoint(tmp_path)
+    part = next(copy.glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"is damaged: its {part.name} has \d+ bytes of"):
+        _export(copy, tmp_path / "short")
+    assert not (tmp_path / "short").exists()
+
+
 def test_the_model_is_found_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
