@@ -26,6 +26,7 @@ from shardwise.spec.run import RunConfig
 from shardwise.spec.strategy import AXES
 from shardwise.train.callbacks import Callback
 from shardwise.train.context import WorkerContext
+from shardwise.train.ended import EndsAgain, end_of
 from shardwise.train.identity import begun_again
 from shardwise.train.previous import is_set_aside
 from shardwise.train.status import Status, finish_status, write_status
@@ -60,7 +61,7 @@ class Session:
         assert worker is not None, "a Trainer starts its job before it works"
         self._worker = worker
         held = {name: rows for name, rows in datasets.items() if name in _names(tree)}
-        self.run, self.plan, again = _agree(worker, tree, list(held), per_device_eval_rows)
+        self.run, self.plan, again, ended = _agree(worker, tree, list(held), per_device_eval_rows)
         device = self.plan.device_type
         compiler = worker.store.agree(lambda: not missing_for_compiling(device)) if compile_by_rule else None
         self.context = worker.settle(Path(self.run.output_dir), again)
@@ -69,6 +70,7 @@ class Session:
             self._show(tree.get("strategy") or {})
             worker.open_group(device, self.plan.strategy.dp_shard > 1)
             memory = MemoryData(held, self._tokenizer)
+            callbacks = callbacks if ended is None else [*callbacks, EndsAgain(*ended)]
             self._trainer = make_trainer(self.run, self.plan, self.context, memory, callbacks, compiler)
             self.run = self._trainer.parts.run
 
@@ -164,10 +166,11 @@ def _names(tree: dict[str, Any]) -> set[str]:
 
 def _agree(
     worker: ScriptWorker, tree: dict[str, Any], in_memory: list[str], eval_rows: int | None
-) -> tuple[RunConfig, Plan, bool]:
+) -> tuple[RunConfig, Plan, bool, tuple[int, str] | None]:
     """The run and its plan, made by rank 0 before there is a process group. It also makes the output folder.
 
-    Also whether an attempt of this job before has worked in that folder, and failed: the run goes on there.
+    Also whether an attempt of this job before has worked in that folder, and failed: the run goes on there; and where
+    a callback had ended it by then, after which step and why.
     """
 
     def make() -> dict[str, Any]:
@@ -176,6 +179,7 @@ def _agree(
         output = local_path(said.output_dir)
         again = worker.has_worked_in(output)
         goes_on = again and not is_set_aside(output)
+        ended = end_of(output) if goes_on else None
         if goes_on:  # before it is looked at: what the script says to resume may have been removed by its own run
             given = translate(tree)[0] | {"resume": begun_again(said, output).resume, "overwrite": False}
         run, plan = prepare(given | {"devices": worker.place.world_size}, in_memory=in_memory, own_output=again)
@@ -189,11 +193,14 @@ def _agree(
         if worker.has_left(output):
             say(f"{output} is a new folder, so this attempt begins anew; with the same output_dir it would go on")
         folder = write_run(run, plan, goes_on=goes_on, begin=lambda: worker.begin(output))
-        write_status(folder, Status(state="running"))
-        return {"run": run.model_dump(mode="json", by_alias=True), "plan": plan.to_json(), "again": again}
+        at, reason = ended or (None, None)
+        write_status(folder, Status(state="running", ended_at=at, reason=reason))  # it may fail before it is there
+        values = {"run": run.model_dump(mode="json", by_alias=True), "plan": plan.to_json()}
+        return values | {"again": again, "ended": ended}
 
     agreed = worker.store.agree(make)
-    return parse_run(agreed["run"]), Plan.from_json(agreed["plan"]), agreed["again"]
+    ended = None if agreed["ended"] is None else (int(agreed["ended"][0]), str(agreed["ended"][1]))
+    return parse_run(agreed["run"]), Plan.from_json(agreed["plan"]), agreed["again"], ended
 
 
 class _Telling:

@@ -31,6 +31,7 @@ class Status:
         error: its first error, in one message.
         checkpoint: newest complete checkpoint, relative to the output folder.
         reason: why a run ended before its last step though nothing failed, None else.
+        ended_at: the step after which it ended for that reason; kept while a script that was started again gets there.
         first_step: steps that were done before this start, None until it has begun.
         restarts: how often the launcher has started the workers again after a failure.
         restart_seconds: from the last failure to the end of the first step after it; None without one.
@@ -44,6 +45,7 @@ class Status:
     error: str | None = None
     checkpoint: str | None = None
     reason: str | None = None
+    ended_at: int | None = None
     first_step: int | None = None
     restarts: int = 0
     restart_seconds: float | None = None
@@ -110,7 +112,7 @@ class StatusFile(Callback):
         self._write(checkpoint=str(path.relative_to(self._folder)))
 
     def on_train_end(self, reason: str | None) -> None:
-        self._write(reason=reason)
+        self._write(reason=reason, ended_at=None if reason is None else self._fields["step"])
 
     def _write(self, **changes: Any) -> None:
         self._fields |= changes

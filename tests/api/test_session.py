@@ -18,6 +18,7 @@ from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.run import RunConfig
 from shardwise.train.context import Restart
 from shardwise.train.previous import checkpoints_now, discard, is_set_aside
+from shardwise.train.status import update_status
 from tests.checkpoint.fakes import fake_checkpoint
 from tests.spec.model_folder import make_folder
 
@@ -40,7 +41,7 @@ def _begin(output: Path, again: bool, more: dict[str, Any] | None = None, left: 
     store, place = SimpleNamespace(agree=lambda make: make()), SimpleNamespace(world_size=1)
     worker = SimpleNamespace(place=place, store=store, has_worked_in=lambda folder: again and folder == output)
     worker.begin, worker.has_left = lambda folder: None, lambda folder: left
-    run, _, found = _agree(cast(ScriptWorker, worker), tree, [], None)
+    run, _, found, _ = _agree(cast(ScriptWorker, worker), tree, [], None)
     assert found is again
     return run, is_set_aside(output)
 
@@ -50,6 +51,25 @@ def test_an_attempt_after_one_without_a_step_begins_as_that_did(output: Path) ->
         run, aside = _begin(output, again)
         assert (run.resume, run.overwrite, aside) == ("no", True, True)
         assert [path.name for path in checkpoints_now(output).iterdir()] == ["step-00000050"]
+
+
+def test_an_attempt_after_one_that_a_callback_had_ended_knows_where(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it fails once more before it is there; not in a job of its own, and not before a step was made."""
+    tree: dict[str, Any] = {"model": str(make_folder(output.parent / "model")), "output_dir": str(output)}
+    tree |= {"data": {"train": str(output.parent / "rows.jsonl")}, "device": "cpu", "overwrite": True}
+    store, place = SimpleNamespace(agree=lambda make: make()), SimpleNamespace(world_size=1)
+    monkeypatch.setattr(resolve, "check_resume", lambda *arguments: None)
+    found = []
+    for again in (False, True, True, False):
+        worker = SimpleNamespace(place=place, store=store, has_worked_in=lambda folder, again=again: again)
+        worker.begin, worker.has_left = lambda folder: None, lambda folder: False
+        found.append(_agree(cast(ScriptWorker, worker), tree, [], None)[3])
+        discard(output)  # with the first step
+        if len(found) == 1:
+            update_status(output, step=4, ended_at=4, reason="good enough")
+    assert found == [None, (4, "good enough"), (4, "good enough"), None]
 
 
 def test_an_attempt_in_a_new_folder_is_told_of(output: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -392,6 +392,25 @@ def test_a_script_goes_on_after_a_failure(inputs: Path, tmp_path: Path, expected
     assert log.count("first line") == 1, "the second attempt writes where the first has failed, until it knows better"
 
 
+def test_a_trainer_that_a_callback_had_ended_ends_there_again(inputs: Path, tmp_path: Path) -> None:
+    """Though the callback would not end it again, and without a checkpoint of its end."""
+    ends = """
+class EndsOnce(Callback):
+    def on_step_end(self, step, metrics):
+        if step == 2 and not Path(sys.argv[2] + "-died").exists():
+            self.stop("two are enough")
+"""
+    first = "first = Trainer(model, TrainingArguments(**arguments | dict(output_dir=sys.argv[2] + '-first',"
+    first += " save_strategy='no')), train_dataset=rows, callbacks=[EndsOnce()], strategy=dict(pp=2))\nfirst.train()\n"
+    text = dying(1).replace("\ntrainer =", f"\n{ends}\n{first}trainer =")
+    with script(inputs, tmp_path, text) as job:
+        assert job.wait() == 0, job.stderr
+    assert "; restart 1 of 1\n" in job.stderr
+    assert job.stderr.count("ended: two are enough") == 2
+    assert len(losses(tmp_path / "out-first")) == 2
+    assert len(losses(job.output_dir)) == STEPS
+
+
 def test_a_job_of_two_machines_goes_on_after_a_failure_and_a_second_one_is_named_by_both(
     inputs: Path, tmp_path: Path, expected: list[float]
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_run_leaves_what_the_contract_says(short: Job) -> None:
     assert [line["num_rows"] for line in steps] == [4] * STEPS
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6]
     assert all({"eval_loss", "eval_tokens"} <= set(line) for line in lines if line["kind"] == "eval")
-    nothing = {"rank": None, "error": None, "checkpoint": None, "reason": None, "first_step": 0}
+    nothing = {"rank": None, "error": None, "checkpoint": None, "reason": None, "ended_at": None, "first_step": 0}
     nothing |= {"restarts": 0, "restart_seconds": None, "prediction": None}
     assert short.status() == {"state": "done", "exit_code": 0, "step": STEPS} | nothing
     names = {"run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "export"}
