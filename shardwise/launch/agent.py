@@ -158,10 +158,13 @@ def launch_script(script: Script, num_processes: int, *, nodes: Nodes | None = N
 def _launch(work: Work, env: dict[str, str]) -> Outcome:
     assert threading.current_thread() is threading.main_thread(), "signals can be taken on the main thread only"
     num_local = local_processes(work.devices, work.nodes)
+    ranks = _ranks_here(work, num_local)
 
     def attempt(work: Work, restart: Restart | None) -> Outcome:
+        nonlocal ranks
         num_local = local_processes(work.devices, work.nodes)
-        forget(work.start, _ranks_here(work, num_local))
+        ranks = _ranks_here(work, num_local)  # they may be fewer after a failure
+        forget(work.start, ranks)
         return _run(work, num_local, listener, restart)
 
     _prepare(work)
@@ -172,7 +175,7 @@ def _launch(work: Work, env: dict[str, str]) -> Outcome:
         try:
             return run_with_restarts(work, attempt, lambda: listener.signal_name is not None)
         finally:
-            forget(work.start, _ranks_here(work, num_local))
+            forget(work.start, ranks)
             remove_cache(work.folder)  # a run that failed has left its compiled code
 
 

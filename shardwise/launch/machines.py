@@ -10,17 +10,45 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.errors import ShardwiseError
 from shardwise.launch.alive import ANSWER_SECONDS
 from shardwise.launch.place import Nodes
 from shardwise.train.context import Restart
 
-WOULD_GO_ON = ""  # the word of a machine that could begin again
 # From one machine's end of an attempt to the others', which may first wait for what tells their devices.
 _WORD_SECONDS = 30.0 + ANSWER_SECONDS
 _STEP_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a machine says when its workers have failed.
+
+    Attributes:
+        refusal: why it does not begin again; empty if it would.
+        left: devices that it could begin with, where they are fewer than it had; None: as many.
+    """
+
+    refusal: str = ""
+    left: int | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What comes after a failed attempt, the same on every machine.
+
+    Attributes:
+        restart: None for none.
+        devices: of all machines together, that the job goes on with.
+        refusal: on machine 0, what the reason for no restart is, where it is not machine 0 itself.
+    """
+
+    restart: Restart | None = None
+    devices: int = 0
+    refusal: str = ""
 
 
 class Machines:
@@ -50,52 +78,59 @@ class Machines:
         return False
 
     def agree(
-        self, nodes: Nodes, attempt: int, own: Restart | None, word: str, clear: Callable[[], None]
-    ) -> tuple[Restart | None, str]:
-        """What comes after a failed attempt, the same on every machine.
+        self, nodes: Nodes, attempt: int, own: Restart | None, word: Word, begin: Callable[[int | None], int]
+    ) -> Agreement:
+        """What comes after a failed attempt.
 
         Args:
             attempt: 0 for the first.
             own: what machine 0 would do.
-            word: why this machine does not begin again, :data:`WOULD_GO_ON` if it would.
-            clear: called on machine 0 before any machine begins again, when all have looked at what has failed.
-
-        Returns:
-            The restart, None for none; and on machine 0 which other machine is the reason for that, if one is.
+            word: this machine's.
+            begin: called on machine 0 before any machine begins again, when all have looked at what has failed, with
+                the least that a machine has left (None: as many as before); returns how many devices there are to be
+                on all machines together, or raises a ShardwiseError where that cannot be.
         """
         if self.store is None:
-            return None, ""
+            return Agreement()
         try:
-            self.store.set(f"word/{attempt}/{nodes.rank}", word)
+            self.store.set(f"word/{attempt}/{nodes.rank}", json.dumps(asdict(word)))
             if nodes.rank:
-                return (self._decision(attempt) if word == WOULD_GO_ON else None), ""
-            refusal = "" if own is None or word != WOULD_GO_ON else self._refusal(nodes, attempt)
-            following = None if refusal or word != WOULD_GO_ON else own
-            if following is not None:
-                clear()
-            self.store.set(f"decision/{attempt}", json.dumps(following and asdict(following)))
-            return following, refusal
+                return Agreement() if word.refusal else self._decision(attempt)
+            decision = Agreement() if own is None or word.refusal else self._decide(nodes, attempt, own, word, begin)
+            told = {"restart": decision.restart and asdict(decision.restart), "devices": decision.devices}
+            self.store.set(f"decision/{attempt}", json.dumps(told))
+            return decision
         except RuntimeError:  # machine 0 has gone, and the store with it
-            return None, ""
+            return Agreement()
 
-    def _refusal(self, nodes: Nodes, attempt: int) -> str:
-        """What keeps another machine from beginning again; empty if nothing does."""
+    def _decide(
+        self, nodes: Nodes, attempt: int, own: Restart, word: Word, begin: Callable[[int | None], int]
+    ) -> Agreement:
+        """On machine 0, which would begin again: whether all do, and with how many devices."""
         others = [rank for rank in range(nodes.count) if rank != nodes.rank]
         silent = _wait(
             lambda: [rank for rank in others if not self.store.check([f"word/{attempt}/{rank}"])], _WORD_SECONDS
         )
         if silent:
-            return f"machine {', '.join(map(str, silent))} does not answer"
-        words = {rank: self.store.get(f"word/{attempt}/{rank}").decode() for rank in others}
-        return "; ".join(f"machine {rank}: {word}" for rank, word in words.items() if word != WOULD_GO_ON)
+            return Agreement(refusal=f"machine {', '.join(map(str, silent))} does not answer")
+        words = {rank: Word(**json.loads(self.store.get(f"word/{attempt}/{rank}"))) for rank in others}
+        refusals = [f"machine {rank}: {other.refusal}" for rank, other in words.items() if other.refusal]
+        if refusals:
+            return Agreement(refusal="; ".join(refusals))
+        left = [each.left for each in (word, *words.values()) if each.left is not None]
+        try:
+            return Agreement(own, begin(min(left, default=None)))
+        except ShardwiseError as error:
+            return Agreement(refusal=str(error))
 
-    def _decision(self, attempt: int) -> Restart | None:
+    def _decision(self, attempt: int) -> Agreement:
         """What machine 0 has decided; it may wait for a third machine first."""
         key = f"decision/{attempt}"
         if _wait(lambda: [] if self.store.check([key]) else [0], 2 * _WORD_SECONDS):
-            return None
+            return Agreement()
         values = json.loads(self.store.get(key))
-        return None if values is None else Restart(**values)
+        restart = values["restart"]
+        return Agreement(None if restart is None else Restart(**restart), int(values["devices"]))
 
 
 def _wait(missing: Callable[[], list[int]], seconds: float) -> list[int]:

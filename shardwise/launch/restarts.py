@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardwise.config import load_yaml
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch.alive import Alive, alive_devices
-from shardwise.launch.machines import WOULD_GO_ON
+from shardwise.launch.machines import Agreement, Word
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.resolve import count_devices, prepare, write_run
 from shardwise.launch.script import Script
@@ -41,32 +41,37 @@ def run_with_restarts(work: Work, attempt: Attempt, interrupted: Callable[[], bo
     restart: Restart | None = None
     while True:
         outcome = attempt(work, restart)
-        restart, refusal = _following(work, outcome, (restart.number if restart else 0) + 1, interrupted)
+        agreed = _following(work, outcome, (restart.number if restart else 0) + 1, interrupted)
+        restart, refusal = agreed.restart, agreed.refusal
         if restart is None:
             return replace(outcome, message=f"{outcome.message}\nno restart: {refusal}") if refusal else outcome
         say(f"{restart.failure}; restart {restart.number} of {restart.allowed}")
         try:
-            work = with_devices_left(work)
+            work = with_devices_left(replace(work, devices=agreed.devices))
         except ShardwiseError as error:
             return replace(outcome, message=f"{outcome.message}\nno restart: {error}")
 
 
-def _following(
-    work: Work, outcome: Outcome, number: int, interrupted: Callable[[], bool]
-) -> tuple[Restart | None, str]:
-    """The restart that comes after an attempt, with this number, None for none; and why there is none, where the
-    outcome does not say so."""
+def _following(work: Work, outcome: Outcome, number: int, interrupted: Callable[[], bool]) -> Agreement:
+    """What comes after an attempt: the restart with this number, or none."""
     if outcome.changes["state"] in ("done", "stopped"):
-        return None, ""
+        return Agreement()
     allowed, wanted = allowed_restarts(work), outcome.may_restart and not interrupted()
     own = Restart(number, allowed, outcome.failed_at, str(outcome.changes["error"]))
     following = own if wanted and number <= allowed else None
     if work.nodes.count == 1:
         if following is not None:
             _clear(work)
-        return following, ""
-    word = _lost_here(work) if wanted else "it would only fail again"
-    return work.machines.agree(work.nodes, number - 1, following, word, lambda: _clear(work))
+        return Agreement(following, work.devices)
+    word = _word(work) if wanted else Word("it would only fail again")
+
+    def begin(left: int | None) -> int:
+        devices = work.devices if left is None else planned_for(work, left * work.nodes.count).devices
+        _clear(work)
+        return devices
+
+    agreed = work.machines.agree(work.nodes, number - 1, following, word, begin)
+    return replace(agreed, refusal=word.refusal) if wanted and word.refusal else agreed
 
 
 def _clear(work: Work) -> None:
@@ -82,10 +87,8 @@ def allowed_restarts(work: Work) -> int:
 
 
 def with_devices_left(work: Work) -> Work:
-    """The work on the devices that are still there: planned anew where they are fewer.
-
-    Over several machines, and of a script, it is tried on as many as before: that they are there has been seen to for
-    the former, and the latter may count on their number.
+    """The work on the devices that are still there: planned anew where they are fewer, on one machine. Several have
+    agreed on their number before.
 
     Raises:
         ShardwiseError: there are too few of them.
@@ -95,11 +98,19 @@ def with_devices_left(work: Work) -> Work:
         return work
     if alive.lost or len(alive.names) < local_processes(work.devices, work.nodes):
         work = replace(work, variables=alive.variables())
-    if work.nodes.count > 1:
+    if work.nodes.count > 1 or len(alive.names) >= work.devices:
         return work
-    left = len(alive.names)
-    if left >= work.devices:
-        return work
+    return planned_for(work, len(alive.names))
+
+
+def planned_for(work: Work, left: int) -> Work:
+    """The work on at most ``left`` devices of all machines together, which are fewer than it had.
+
+    A script is tried on as many as before alone, on which it may count; so is a run that has made no step.
+
+    Raises:
+        ShardwiseError: they are too few.
+    """
     if not left or isinstance(work.target, Script):
         rule = "a script is started again on as many as before, on which it may count" if left else "none can go on"
         raise LaunchError(f"{left} of {work.devices} devices are left", rule, "Start it anew, with resume=auto")
@@ -112,7 +123,8 @@ def with_devices_left(work: Work) -> Work:
 
 
 def _most_devices(work: Work, left: int) -> tuple[RunConfig, Plan]:
-    """The run on as many devices as fit what was given of its strategy, with the batch that it has."""
+    """The run on as many devices as fit what was given of its strategy, with the batch that it has, and as many on
+    each machine."""
     tree = load_yaml(work.folder / "run.yaml")
     rows = tree["train"]["global_batch_size"]
     after = after_restart(parse_run(tree), work.folder)
@@ -120,7 +132,7 @@ def _most_devices(work: Work, left: int) -> tuple[RunConfig, Plan]:
     tree = without_stale(tree, ["devices"]) | {"resume": resume, "overwrite": False}
     tree["train"] = tree["train"] | {"global_batch_size": rows}
     refusals = []
-    for devices in range(left, max(0, left - _MOST_TRIES), -1):
+    for devices in range(left, 0, -work.nodes.count)[:_MOST_TRIES]:
         try:
             return prepare(tree | {"devices": devices}, own_output=True)
         except ShardwiseError as error:
@@ -145,9 +157,9 @@ def _device_type(work: Work) -> DeviceType:
     return device
 
 
-def _lost_here(work: Work) -> str:
-    """What keeps this one of several machines from beginning again; ``WOULD_GO_ON`` if nothing does."""
+def _word(work: Work) -> Word:
+    """What this one of several machines says of its devices."""
     alive, needed = living_devices(work), local_processes(work.devices, work.nodes)
     if alive is None or len(alive.names) >= needed:
-        return WOULD_GO_ON
-    return f"{len(alive.names)} of {needed} devices are left, and only jobs on one machine are planned anew for fewer"
+        return Word()
+    return Word(left=len(alive.names)) if alive.names else Word(f"none of the {needed} devices of this machine is left")

@@ -17,13 +17,12 @@ from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
 from shardwise.launch.alive import ANSWER_SECONDS
 from shardwise.launch.beacon import _open, beacon
-from shardwise.launch.machines import Machines
+from shardwise.launch.machines import Agreement, Machines, Word
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
 from shardwise.train.context import Restart
 
 AGAIN = Restart(1, 2, 5.0, "rank 1 was killed")
-NONE: tuple[Restart | None, str] = (None, "")
 
 
 def free_endpoint() -> str:
@@ -164,20 +163,24 @@ def test_a_port_that_is_taken_is_refused() -> None:
             machine(endpoint, 0).next_rendezvous()
 
 
-def _agreed(
-    machines: list[Machines], attempt: int, words: list[str], own: Restart | None = AGAIN
-) -> list[tuple[Restart | None, str]]:
-    """What each of two machines is to do after an attempt with these words."""
-    cleared: list[int] = []
+def _agreed(machines: list[Machines], attempt: int, words: list[Word], own: Restart | None = AGAIN) -> list[Agreement]:
+    """What each of two machines with two devices is to do after an attempt with these words; on one device each it
+    cannot go on."""
+    begun: list[int] = []
 
-    def agree(rank: int) -> tuple[Restart | None, str]:
-        mine = own if rank == 0 else None
-        return machines[rank].agree(Nodes(2, rank, "h:1"), attempt, mine, words[rank], lambda: cleared.append(rank))
+    def agree(rank: int) -> Agreement:
+        def begin(left: int | None) -> int:
+            begun.append(rank)
+            if left == 1:
+                raise LaunchError("1 device", "is too few", "Add one")
+            return 2 * (4 if left is None else left)
+
+        return machines[rank].agree(Nodes(2, rank, "h:1"), attempt, own if rank == 0 else None, words[rank], begin)
 
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(agree, (1, 0)))
-    assert cleared == ([0] if found[1][0] else [])
-    return found[::-1]
+        found = list(pool.map(agree, (1, 0)))[::-1]
+    assert begun == [0] or not found[0].restart, "machine 0 alone, and before it tells the others"
+    return found
 
 
 def test_machines_begin_again_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +196,7 @@ def test_machines_begin_again_together_or_not_at_all(monkeypatch: pytest.MonkeyP
     assert not machines[1].has_failed(0)
     machines[0].tell_failure(0)
     assert machines[1].has_failed(0)
-    assert _agreed(machines, 0, ["", ""]) == [(AGAIN, ""), (AGAIN, "")]
+    assert _agreed(machines, 0, [Word(), Word()]) == [Agreement(AGAIN, 8)] * 2
 
     again, also = meet_again(1)
     assert not machines[1].has_failed(1)
@@ -204,11 +207,16 @@ def test_machines_begin_again_together_or_not_at_all(monkeypatch: pytest.MonkeyP
     assert len(ports) == 1
     assert ports != {first.bootstrap_store_info.master_port}
 
-    assert _agreed(machines, 1, ["", "3 of 4 devices are left"]) == [(None, "machine 1: 3 of 4 devices are left"), NONE]
-    assert _agreed(machines, 2, ["it would only fail again", ""]) == [NONE, NONE]
-    assert _agreed(machines, 3, ["", ""], own=None) == [NONE, NONE], "restarts are used up"
-    alone = machines[0].agree(Nodes(2, 0, "h:1"), 4, AGAIN, "", lambda: None)
-    assert alone == (None, "machine 1 does not answer")
+    none_left = Word("none of the 4 devices of this machine is left")
+    told = "machine 1: none of the 4 devices of this machine is left"
+    assert _agreed(machines, 1, [Word(), none_left]) == [Agreement(refusal=told), Agreement()]
+    assert _agreed(machines, 2, [Word("it would only fail again"), Word()]) == [Agreement()] * 2
+    assert _agreed(machines, 3, [Word(), Word()], own=None) == [Agreement()] * 2, "restarts are used up"
+    assert _agreed(machines, 4, [Word(left=3), Word(left=2)]) == [Agreement(AGAIN, 4)] * 2, "as many on each"
+    few = Agreement(refusal="1 device: is too few. Add one")
+    assert _agreed(machines, 5, [Word(), Word(left=1)]) == [few, Agreement()]
+    alone = machines[0].agree(Nodes(2, 0, "h:1"), 6, AGAIN, Word(), lambda left: 8)
+    assert alone == Agreement(refusal="machine 1 does not answer")
     machines[0].store = machines[0].attempt_store = None  # its launcher ends
     del first, again
-    assert machines[1].agree(Nodes(2, 1, "h:1"), 5, None, "", lambda: None) == NONE
+    assert machines[1].agree(Nodes(2, 1, "h:1"), 7, None, Word(), lambda left: 8) == Agreement()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from shardwise.config import apply_overrides, dump_yaml, load_yaml
 from shardwise.launch import resolve, restarts
 from shardwise.launch.agent import Outcome, Work
 from shardwise.launch.alive import Alive
 from shardwise.launch.lock import release_all
+from shardwise.launch.machines import Machines
 from shardwise.launch.place import Nodes
 from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script import Script, outputs_of, point_to
@@ -120,6 +123,40 @@ def test_what_is_left_is_what_the_workers_see(work: Work, monkeypatch: pytest.Mo
     assert (going_on.devices, going_on.variables) == (4, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
     going_on = restarts.with_devices_left(replace(work, devices=8, nodes=Nodes(2, 1, "h:1")))
     assert (going_on.devices, going_on.variables) == (8, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
+
+
+@pytest.mark.parametrize(("left", "used"), [((2, 1), 2), ((1, 2), 2), ((2, 2), 4), ((0, 2), 0)])
+def test_several_machines_go_on_with_as_many_devices_each(
+    work: Work, monkeypatch: pytest.MonkeyPatch, left: tuple[int, int], used: int
+) -> None:
+    """The launcher of machine 0 plans anew; each uses what answers on its own machine."""
+    path, store = work.folder / "run.yaml", HashStore()
+    path.write_text(dump_yaml(load_yaml(path) | {"nnodes": 2, "rdzv_endpoint": "h:1"}))
+    living = [Alive("cuda", ("0", "1")[2 - number :], lost=("0", "1")[: 2 - number]) for number in left]
+    monkeypatch.setattr(restarts, "living_devices", lambda work: living[work.nodes.rank])
+
+    def launcher(rank: int) -> tuple[Outcome, list[tuple[int, Mapping[str, str]]]]:
+        here = replace(work, nodes=Nodes(2, rank, "h:1"), machines=Machines())
+        here.machines.store = store
+        seen: list[tuple[int, Mapping[str, str]]] = []
+
+        def attempt(work: Work, restart: Restart | None) -> Outcome:
+            seen.append((work.devices, work.variables))
+            return DONE if restart else FAILED
+
+        return restarts.run_with_restarts(here, attempt, lambda: False), seen
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(launcher, (0, 1)))
+    assert [[devices for devices, _ in seen] for _, seen in found] == [[4, used] if used else [4]] * 2
+    if not used:
+        rule = "rank 1 was killed\nno restart: none of the 2 devices of this machine is left"
+        assert [outcome.message for outcome, _ in found] == [rule, FAILED.message]
+        return
+    for alive, (outcome, seen) in zip(living, found, strict=True):
+        assert outcome is DONE
+        assert seen[1][1] == (alive.variables() if alive.lost else {})
+    assert Plan.load(work.folder / "plan.json").devices == used
 
 
 @pytest.mark.parametrize(("left", "rule"), [(("0", "1"), "started again on as many as before"), ((), "none can go on")])
