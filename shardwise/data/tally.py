@@ -74,7 +74,15 @@ class Tally:
         return shown + (f"; and {len(counted) - _SHOWN} other reasons" if len(counted) > _SHOWN else "")
 
     def check(
-        self, name: str, num_rows: int, num_learned: int, limit: str, *, skip_bad: bool, splits: bool = False
+        self,
+        name: str,
+        num_rows: int,
+        num_learned: int,
+        limit: str,
+        *,
+        skip_bad: bool,
+        splits: bool = False,
+        is_look: bool = False,
     ) -> None:
         """Refuse what a run cannot use.
 
@@ -84,6 +92,7 @@ class Tally:
             limit: what the longest row follows from, in words.
             skip_bad: bad rows are left out; they are refused only where no row is left.
             splits: texts that are too long became several rows, so what is refused is none that can.
+            is_look: rows that are too long are left out.
 
         Raises:
             ConfigError: what :func:`shardwise.data.rows.load_rows` says.
@@ -95,7 +104,7 @@ class Tally:
             raise ConfigError(self.hopeless[0], rule, "Correct it")
         if self.num_bad and not (skip_bad and num_rows):
             raise self._bad_rows(name, skip_bad=skip_bad)
-        if self.refused.count:
+        if self.refused.count and not is_look:
             count, longest = self.refused.count, self.refused.longest
             rule = (
                 f"{self.refused.first_length} tokens are more than {limit} ({count} such rows, the longest {longest})"
@@ -106,9 +115,8 @@ class Tally:
             raise ConfigError(self.refused.first, rule, remedy)
         if not num_learned:
             rule = f"none of {self.num_items} rows has a supervised token, there is nothing to learn"
-            raise ConfigError(
-                name, rule + (f" within {limit}" if self.dropped.count else ""), "Look at the rows' labels"
-            )
+            within = f" within {limit}" if self.dropped.count or self.refused.count else ""
+            raise ConfigError(name, rule + within, "Look at the rows' labels")
 
     def _bad_rows(self, name: str, *, skip_bad: bool) -> ConfigError:
         """One message for all bad rows: the first few spelled out, the rest counted by kind."""
@@ -133,6 +141,7 @@ class Tally:
             "dropped": self.dropped.count,
             "truncated": self.truncated.count,
             "split": self.split.count,
+            "refused": self.refused.count,
         }
 
     def notes(self, name: str, limit: str) -> list[str]:
@@ -141,6 +150,11 @@ class Tally:
         if self.num_bad:
             first = _line(self.first_bad[0][0], name)
             told.append(f"{self.num_bad} bad rows left out, the first {first}: {self.by_reason()}")
+        if self.refused.count:
+            first = _line(self.refused.first, name)
+            told.append(
+                f"{self.refused.count} rows longer than {limit} that cannot be split left out, the first {first}"
+            )
         if self.dropped.count:
             first = _line(self.dropped.first, name)
             told.append(f"{self.dropped.count} rows longer than {limit} dropped, the first {first}")
