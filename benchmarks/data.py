@@ -9,8 +9,8 @@ for ``chats``, the mask of what the assistant says: the peer by marks that the t
 numbers of supervised tokens must agree. For ``own`` the template is the model's own, without marks: the peer makes
 token ids alone, this side the mask too, and the numbers of all tokens must agree. Needs the package datasets.
 
-With ``--memory``: seconds, and the most memory of its own that the process which writes held, for ten thousand and for
-a million short texts. Needs no peer.
+With ``--memory``: seconds, and the most memory of its own that each process held, for ten thousand, a hundred thousand
+and a million short texts. Needs no peer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 KINDS, SIDES = ("chats", "own", "texts"), ("shardwise", "datasets")
-MANY_ROWS = (10_000, 1_000_000)
+MANY_ROWS = (10_000, 100_000, 1_000_000)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
@@ -104,26 +106,41 @@ def measure(side: str, path: Path, model: Path, processes: int) -> dict[str, Any
     return found
 
 
-def measure_memory(model: Path, processes: int) -> None:
-    """Print what a growing number of rows costs the process that writes them."""
-    for number in MANY_ROWS:
+def measure_memory(model: Path, processes: int, numbers: Sequence[int]) -> None:
+    """Print what a growing number of rows costs each of the processes that prepare them."""
+    for number in numbers:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "many.jsonl"
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": f"Row {index} of many."}) + "\n" for index in range(number))
-            peak = 0
+            peaks: dict[int, int] = {}
             with subprocess.Popen(_side("shardwise", path, model, processes, folder), stdout=subprocess.PIPE) as child:
                 while child.poll() is None:
-                    peak = max(peak, _own_bytes(child.pid))
+                    for process in (child.pid, *_children(child.pid)):
+                        peaks[process] = max(peaks.get(process, 0), _own_bytes(process))
                     time.sleep(0.02)
                 assert child.stdout is not None
                 found = json.loads(child.stdout.read().splitlines()[-1])
-        print(f"{number:,} rows: {found['seconds']:.1f} s, at most {peak / 2**20:.0f} MiB of its own")
+        writer, *workers = (f"{peak / 2**20:.0f}" for peak in peaks.values())
+        held = f"the process that writes {writer}, those that tokenise {', '.join(workers) or 'none'}"
+        print(f"{number:,} rows: {found['seconds']:.1f} s; MiB of its own, at most: {held}")
+
+
+def _children(process: int) -> list[int]:
+    """The processes that a process has started, and these theirs; none of one that has ended."""
+    own: list[int] = []
+    for thread in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            own += map(int, thread.read_text(encoding="utf-8").split())
+    return [each for child in own for each in (child, *_children(child))]
 
 
 def _own_bytes(process: int) -> int:
     """Anonymous memory of a process, in bytes; 0 of one that has ended."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
@@ -151,7 +168,7 @@ def main() -> None:
         print(json.dumps({"seconds": seconds, "tokens": tokens}))
         return
     if given.memory:
-        measure_memory(given.model, given.processes)
+        measure_memory(given.model, given.processes, MANY_ROWS)
         return
     with tempfile.TemporaryDirectory() as folder:
         for kind in given.kinds:
