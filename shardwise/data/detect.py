@@ -8,7 +8,9 @@ from shardwise.config import nearest
 from shardwise.data.format import BadRow, Format
 
 # In the order in which they are looked for: a row that has the columns of several has the first.
-FORMATS: tuple[Format, ...] = ("tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "pairs", "text")
+FORMATS: tuple[Format, ...] = (
+    *("tokens", "messages", "sharegpt", "segments", "alpaca", "prompt_completion", "pairs", "text"),
+)
 assert set(FORMATS) == set(get_args(Format)) - {"auto"}
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "dialogue", "dialog")  # columns of turns
@@ -24,11 +26,12 @@ PAIR_KEYS = (
     ("question", "response"),
     ("question", "answer"),
 )
-_KNOWN = sorted({"input_ids", *CONVERSATIONS, *TEXTS, *(key for keys in PAIR_KEYS for key in keys)})
+_KNOWN = sorted({"input_ids", "segments", *CONVERSATIONS, *TEXTS, *(key for keys in PAIR_KEYS for key in keys)})
 _WANTED: dict[Format, str] = {
     "tokens": '"input_ids"',
     "messages": '"messages" (turns of role and content)',
     "sharegpt": '"conversations" (turns of from and value)',
+    "segments": '"segments" (pieces of text and label)',
     "alpaca": '"instruction" and "output"',
     "prompt_completion": '"prompt" and "completion"',
     "pairs": "two texts (" + ", ".join("/".join(keys) for keys in PAIR_KEYS) + ")",
@@ -56,6 +59,8 @@ def has_format(value: dict[str, Any], name: Format) -> bool:
         case "messages" | "sharegpt":
             turns = turns_column(value)
             return turns is not None and (has_no_turns(value) or _is_sharegpt(value[turns]) == (name == "sharegpt"))
+        case "segments":
+            return isinstance(value.get("segments"), list)
         case "alpaca":
             return {"instruction", "output"} <= value.keys()
         case "prompt_completion":

@@ -41,6 +41,16 @@ def test_token_rows_with_labels_positions_and_defaults(tmp_path: Path) -> None:
     assert first.input_ids.dtype == first.labels.dtype == np.int32
 
 
+def test_what_a_mask_has_0_for_is_not_learned(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 0, 1]},
+        {"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1], "completion_mask": [True, True, False]},
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "loss_mask": [1, 0, 1]},
+    ]
+    found = [row.labels.tolist() for row in load(write(tmp_path / "d.jsonl", rows))]
+    assert found == [[-100, -100, 3], [-100, 2, -100], [-100, -100, 3]]
+
+
 def test_row_hash_is_sha256_of_little_endian_int32() -> None:
     ids = [1, 70_000, 131]
     assert row_hash(make_row(0, ids)) == hashlib.sha256(struct.pack("<3i", *ids)).hexdigest()[:16]

@@ -23,6 +23,11 @@ def test_blank_lines_bom_and_carriage_returns_are_no_rows(tmp_path: Path) -> Non
     assert [(r.line, r.value, r.error) for r in read_records(path)] == [(1, {"a": 1}, ""), (4, {"a": 2}, "")]
 
 
+def test_files_that_were_put_one_behind_the_other_have_a_mark_in_the_middle(tmp_path: Path) -> None:
+    path = file(tmp_path, b'\xef\xbb\xbf{"a": 1}\n\xef\xbb\xbf{"a": "\xef\xbb\xbf"}\r\n')
+    assert [(r.line, r.value, r.error) for r in read_records(path)] == [(1, {"a": 1}, ""), (2, {"a": "\ufeff"}, "")]
+
+
 def test_a_line_separator_inside_a_string_ends_no_line(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
     path = file(tmp_path, json.dumps({"t": text}, ensure_ascii=False) + "\n" + '{"t": 2}\n')
