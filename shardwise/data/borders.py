@@ -7,6 +7,7 @@ at for every text. A text of which it is not true is tokenised again, with offse
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Cut = tuple[np.ndarray, list[int]]  # ids, int32 [tokens]; of each place the number of tokens that end at or before it
+_HALF = re.compile("[\ud800-\udfff]")  # no text in UTF-8 has one
 _PROBE = "Ab c, 12.\n\té 好 😀"
 
 
@@ -71,7 +73,7 @@ class TextTokenizer:
         if self._backend is None:
             found: Any = self._tokenizer(list(texts), add_special_tokens=False, verbose=False) if texts else None
             return [np.array(ids, dtype=np.int32) for ids in (found["input_ids"] if found else ())]
-        rows = [one.ids for one in self._ready().encode_batch_fast(list(texts), add_special_tokens=False)]
+        rows = [one.ids for one in self._encoded(texts, "encode_batch_fast")]
         ends = list(accumulate(map(len, rows), initial=0))
         flat = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=ends[-1])
         return [flat[first:behind] for first, behind in pairwise(ends)]
@@ -86,7 +88,7 @@ class TextTokenizer:
         """
         if self._bytes is None:
             return self._by_offsets(texts, places)
-        rows = [one.ids for one in self._ready().encode_batch_fast(list(texts), add_special_tokens=False)]
+        rows = [one.ids for one in self._encoded(texts, "encode_batch_fast")]
         together = self._by_bytes(rows, texts, places)
         if together is not None:
             return together
@@ -111,6 +113,16 @@ class TextTokenizer:
         if not hands_on:
             return None
         return self._tokenizer.backend_tokenizer
+
+    def _encoded(self, texts: Sequence[str], method: str) -> Any:
+        try:
+            return getattr(self._ready(), method)(list(texts), add_special_tokens=False)
+        except TypeError as error:
+            halves = (found[0] for text in texts if (found := _HALF.search(text)))
+            half = next(halves, None)
+            if half is None:
+                raise
+            raise ValueError(f"it holds {half!r}, one half of a character") from error
 
     def _ready(self) -> Any:
         """The backend as a call of the tokenizer without any settings would leave it: a script may have made others."""
@@ -163,7 +175,7 @@ class TextTokenizer:
             )
             encodings = found.encodings
         else:
-            encodings = self._ready().encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._encoded(texts, "encode_batch")
         return [
             (np.array(one.ids, dtype=np.int32), [_tokens_before(one, place, len(text)) for place in wanted])
             for one, text, wanted in zip(encodings, texts, places, strict=True)

@@ -25,6 +25,9 @@ PAIR_KEYS = (
     ("query", "response"),
     ("question", "response"),
     ("question", "answer"),
+    ("query", "answer"),
+    ("instruction", "answer"),
+    ("user", "assistant"),
 )
 _KNOWN = sorted({"input_ids", "segments", *CONVERSATIONS, *TEXTS, *(key for keys in PAIR_KEYS for key in keys)})
 _WANTED: dict[Format, str] = {
@@ -42,6 +45,7 @@ _FOREIGN = (
     ({"chosen", "rejected"}, "a preference pair"),
     ({"role", "content"}, "a single turn"),
 )
+_RATED = {"prompt", "completion", "label"}  # where the label is true or false
 
 
 def format_of(value: Any) -> Format | None:
@@ -64,9 +68,9 @@ def has_format(value: dict[str, Any], name: Format) -> bool:
         case "alpaca":
             return {"instruction", "output"} <= value.keys()
         case "prompt_completion":
-            return {"prompt", "completion"} <= value.keys()
+            return {"prompt", "completion"} <= value.keys() and not _is_rated(value)
         case "pairs":
-            return pair_columns(value) is not None
+            return pair_columns(value) is not None and not _is_rated(value)
         case _:
             return text_column(value) is not None
 
@@ -103,6 +107,11 @@ def _is_sharegpt(turns: Any) -> bool:
     return isinstance(first, dict) and "role" not in first and ("from" in first or "value" in first)
 
 
+def _is_rated(value: dict[str, Any]) -> bool:
+    """Whether a row says if its completion is a good one: a bad one is not to be learned."""
+    return value.keys() >= _RATED and isinstance(value["label"], bool)
+
+
 def check_format(value: Any, expected: Format | None) -> None:
     """Raise :class:`BadRow`, saying what the row looks like, unless it has the ``expected`` format."""
     if expected is not None and isinstance(value, dict) and has_format(value, expected):
@@ -118,6 +127,8 @@ def looks_like(value: Any) -> str:
         return "a bare list" + (" of token ids" if ids else "")
     if not isinstance(value, dict):
         return f"a bare {type(value).__name__}"
+    if _is_rated(value):
+        return f"looks like a completion with a rating (keys {_listed(value)})"
     for keys, name in _FOREIGN:
         if keys <= value.keys():
             return f"looks like {name} (keys {_listed(value)})"

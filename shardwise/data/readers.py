@@ -18,9 +18,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardwise.data.columns import JSON_COLUMNS
+from shardwise.data.detect import format_of
 from shardwise.data.memory import plain_row
 from shardwise.data.packed import AHEAD, BROKEN, open_unpacked
-from shardwise.data.source import BOM, Item, Raw, Record, array_records, convert, decode, local, parse, show, unlocal
+from shardwise.data.source import (
+    BOM,
+    Item,
+    Raw,
+    Record,
+    array_records,
+    convert,
+    decode,
+    local,
+    object_records,
+    parse,
+    show,
+    unlocal,
+)
 from shardwise.errors import ConfigError
 from shardwise.spec.data_files import SUFFIXES, data_suffix, named_files
 
@@ -143,8 +157,10 @@ def _text_items(path: Path, file: IO[bytes], start: bytes) -> Iterator[Item]:
         return _lines_of_text(path, file)
     if first.startswith(b"[") and (suffix == ".json" or not _is_lines_of_lists(first)):
         return array_records(decode(file.read(), show(path)))
-    if suffix == ".json" and first.startswith(b"{") and not _is_json_line(first):
+    if suffix == ".json" and first.startswith(b"{"):
         _refuse_object(path, file)
+        if _is_object_of_lines(first):
+            return object_records(decode(file.read(), show(path)))
     if not suffix and first[:1] not in (b"{", b"[", b""):
         raise ConfigError(show(path), f"a data file ends in {', '.join(SUFFIXES)}, or holds JSON", "Convert it")
     return _json_lines(file)
@@ -186,15 +202,26 @@ def _lines_of_text(path: Path, file: IO[bytes]) -> Iterator[Item]:
             yield Record(number, {"text": text})
 
 
+def _is_object_of_lines(start: bytes) -> bool:
+    """Whether a file begins with an object over several lines."""
+    text = start.decode("utf-8", "ignore")
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in text[:end]
+
+
 def _refuse_object(path: Path, file: IO[bytes]) -> None:
-    """A ``.json`` file that is one object over several lines; one that is broken is left to the reader of lines."""
+    """A ``.json`` file that is one object, of which a part holds the rows."""
     try:
         value = json.loads(decode(file.peek(), show(path)))  # type: ignore[attr-defined]
     except (ValueError, RecursionError, ConfigError):
         return
-    lists = [key for key, item in value.items() if isinstance(item, list)]
-    rule = "the file is one object; expected an array of rows, or one row a line"
-    raise ConfigError(f"{show(path)}:1", rule, f"Its rows may be its {lists[0]!r}: save that alone" if lists else "")
+    lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
+    if format_of(value) is None and lists:
+        rule = "the file is one object; expected an array of rows, or one row a line"
+        raise ConfigError(f"{show(path)}:1", rule, f"Its rows may be its {lists[0]!r}: save that alone")
 
 
 def _cells(path: Path, file: IO[bytes], start: bytes, suffix: str) -> Iterator[Item]:

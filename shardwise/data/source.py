@@ -144,6 +144,20 @@ def array_records(text: str) -> Iterator[Record]:
         yield Record(line, error="not JSON: something follows the array", is_last=True)
 
 
+def object_records(text: str) -> Iterator[Record]:
+    """Objects that follow each other, each over as many lines as it likes; an error ends them."""
+    decoder, position, line, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
+    while position < len(text):
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            yield Record(line, error=_reason(error), is_last=True)
+            return
+        yield Record(line, value)
+        position = _skip(text, end)
+
+
 def _skip(text: str, position: int) -> int:
     while position < len(text) and text[position] in _WHITESPACE:
         position += 1

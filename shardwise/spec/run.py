@@ -38,6 +38,7 @@ DataFormat = Literal[
 COLUMNS = (
     *("messages", "conversations", "tools", "system", "history", "prompt", "query", "response", "completion"),
     *("instruction", "input", "output", "question", "answer", "context", "text", "segments"),
+    *("user", "assistant"),
     *("input_ids", "labels", "position_ids", "completion_mask", "assistant_masks", "loss_mask"),
     *("functions", "chat_template_kwargs"),
 )

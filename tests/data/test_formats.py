@@ -180,6 +180,7 @@ def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: An
         ({"mesages": TALK}, "The column 'mesages' looks like 'messages'"),
         ({"Instruction": "a", "Output": "b"}, "The column 'Instruction' looks like 'instruction'"),
         ({"chosen": "a", "rejected": "b"}, "looks like a preference pair"),
+        ({"prompt": "a", "completion": "b", "label": False}, "looks like a completion with a rating"),
         ({"role": "user", "content": "b"}, "looks like a single turn"),
     ],
 )
@@ -263,3 +264,14 @@ def test_pieces_and_completions_are_learned_alike_together_and_alone() -> None:
         assert tokens.input_ids.tolist() == alone.input_ids.tolist()
     told = [tokenizer.decode(tokens.labels[tokens.labels != -100]) for tokens in together]  # type: ignore[union-attr]
     assert told == [" there</s>", "the sea</s>", "今 fine"]
+
+
+def test_half_a_character_is_named() -> None:
+    tokenizer = make_tokenizer()
+    encode = RowEncoder(lambda: tokenizer, None, len(tokenizer))
+    whole, text, talk = encode.many(
+        [Text((("a", True),)), Text((("a\ud800", True),)), Conversation([USER | {"content": "\udfff"}, ASSISTANT])]
+    )
+    assert not isinstance(whole, BadRow)
+    assert "it holds '\\ud800', one half of a character" in str(text)
+    assert "it holds '\\udfff', one half of a character" in str(talk)
