@@ -132,6 +132,9 @@ def looks_like(value: Any) -> str:
     for keys, name in _FOREIGN:
         if keys <= value.keys():
             return f"looks like {name} (keys {_listed(value)})"
+    text = next((name for name in CONVERSATIONS if isinstance(value.get(name), str)), None)
+    if text is not None:
+        return f"its {text} is a text that is no JSON (keys {_listed(value)})"
     found = format_of(value)
     if found == "text":
         return f"looks like plain text for pretraining (keys {_listed(value)})"

@@ -163,7 +163,7 @@ def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: An
         ({"messages": [ASSISTANT | {"train_detail": [{"a": 1}]}]}, "turn 1 has train_detail"),
         ({"messages": TALK, "chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),
         ({"messages": TALK, "chat_template_kwargs": {"tokenize": True}}, "holds 'tokenize'"),
-        ({"messages": "[{"}, "expected an object with"),
+        ({"messages": "[{'role': 'user'}]"}, "its messages is a text that is no JSON .*expected an object with"),
         ({"segments": [{"text": "a"}]}, "segment 1 has label None"),
         ({"segments": [{"label": True}]}, "segment 1 is no object with text"),
         ({"segments": [{"label": True, "text": " "}]}, "segments hold no text"),
