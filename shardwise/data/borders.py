@@ -110,9 +110,7 @@ class TextTokenizer:
             kind.__call__ is PreTrainedTokenizerBase.__call__
             and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
         )
-        if not hands_on:
-            return None
-        return self._tokenizer.backend_tokenizer
+        return self._tokenizer.backend_tokenizer if hands_on else None
 
     def _encoded(self, texts: Sequence[str], method: str) -> Any:
         try:

@@ -166,11 +166,12 @@ class ChatEncoder:
 
     def _tokens(self, found: _Rendered | Tokens) -> Tokens:
         try:
-            return found if isinstance(found, Tokens) else self._tokenise([found])[0]
-        except BadRow:
-            raise
+            tokens = found if isinstance(found, Tokens) else self._tokenise([found])[0]
         except REFUSALS as error:
             raise BadRow(f"the chat template or the tokenizer refuses it: {error}") from None
+        if isinstance(tokens, BadRow):
+            raise tokens
+        return tokens
 
     def _rendered(self, value: dict[str, Any], text: str | None) -> _Rendered | Tokens:
         """What the template writes of a row; ``text`` is that of its messages as they are, where it is known."""
@@ -318,12 +319,12 @@ class ChatEncoder:
         ids = np.array(encoded["input_ids"], dtype=np.int64)
         return self._with_bos(ids, np.where(np.array(encoded["assistant_masks"]) == 1, ids, IGNORED))
 
-    def _tokenise(self, found: Sequence[_Rendered]) -> list[Tokens]:
+    def _tokenise(self, found: Sequence[_Rendered]) -> list[Tokens | BadRow]:
         places = [[*(place for span in one.spans for place in span), *one.instead] for one in found]
         cut = self._texts.cut([one.text for one in found], places)
         return [self._labelled(ids, borders, one) for (ids, borders), one in zip(cut, found, strict=True)]
 
-    def _labelled(self, ids: np.ndarray, borders: list[int], found: _Rendered) -> Tokens:
+    def _labelled(self, ids: np.ndarray, borders: list[int], found: _Rendered) -> Tokens | BadRow:
         """``borders``: how many tokens end by the places of the spans, and then by those of the marks."""
         # By a token's last character: one that a merge has drawn over the border holds the answer's first one.
         labels = np.full_like(ids, IGNORED)
@@ -333,7 +334,7 @@ class ChatEncoder:
         for (place, mark), at in zip(found.instead.items(), borders[2 * num_spans :], strict=True):
             # Only a mark that is one token can take the place of one.
             if mark not in self._vocab or not self._is_token(found.text, place, int(ids[at])):
-                raise BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
+                return BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
             labels[at] = self._vocab[mark]
         return self._with_bos(ids, labels)
 

@@ -17,7 +17,7 @@ def is_bare(messages: Any) -> bool:
     if type(messages) is not list or not messages:
         return False
     for turn in messages:
-        if type(turn) is not dict or len(turn) != 2 or "role" not in turn:
+        if type(turn) is not dict or len(turn) != 2 or type(turn.get("role")) is not str:
             return False
         content = turn.get("content")
         if type(content) is not str or not content or content.isspace():

@@ -6,7 +6,8 @@ rendering shows whether it is that text around its own words. If so, its turns s
 
 What a template does may also depend on what is said. Then either its rendering differs, or the words hold something
 that the template looks for: such conversations go the long way. So what comes out is a function of the template and
-of the conversation alone, whichever others were seen before.
+of the conversation alone, whichever others were seen before. A template that only copies words (see ``copying``) is not
+asked at all: its text is the shape around them.
 """
 
 from __future__ import annotations
