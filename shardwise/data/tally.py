@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError
 _SHOWN = 3  # bad rows that one message spells out, and kinds of them
 _SHOWN_COLUMNS = 10
 _VARIES = re.compile(r"'[^']*'|\d+")  # what differs between two reasons of one kind
+_HELD_OUT = re.compile(r"(?:test|valid|validation|val|dev|eval)(?![a-z])")
 Notify = Callable[[str], None]
 
 
@@ -164,7 +165,16 @@ class Tally:
             told.append(
                 f"{self.split.count} texts longer than {limit} split, the first {_line(self.split.first, name)}"
             )
-        return told + self._unused(name)
+        return told + self._held_out() + self._unused(name)
+
+    def _held_out(self) -> list[str]:
+        """A line where files to train on lie beside files whose names say that they are for a test."""
+        plain = {file: file.rpartition("/")[2].lower() for file in self.formats}
+        apart = [file for file, base in plain.items() if _HELD_OUT.match(base)]
+        if not apart or not any(base.startswith("train") for base in plain.values()):
+            return []
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        return [f"rows of {apart[0]}{more} are used like the others; a pattern such as train* leaves them out"]
 
     def _unused(self, name: str) -> list[str]:
         """A line for the files that have the same columns without a use."""

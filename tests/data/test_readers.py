@@ -103,9 +103,20 @@ def test_a_pattern_stands_for_its_files_and_a_file_of_that_very_name_for_itself(
     ]
 
 
-def load_texts(path: Path) -> Rows:
+def load_texts(path: Path, **given: Any) -> Rows:
     tokenizer = make_tokenizer()
-    return load(path, len(tokenizer), tokenizer=lambda: tokenizer)
+    return load(path, len(tokenizer), tokenizer=lambda: tokenizer, **given)
+
+
+def test_a_folder_with_a_test_set_is_read_whole_and_a_line_says_so(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "validation-0.jsonl", "testimony.jsonl"):
+        write(tmp_path / name, [{"text": name}])
+    said: list[str] = []
+    assert len(load_texts(tmp_path, notify=said.append)) == 3
+    (line,) = said
+    assert f"rows of {tmp_path / 'validation-0.jsonl'} are used like the others" in line
+    load_texts(tmp_path / "t*", notify=said.append)
+    assert len(said) == 1
 
 
 def test_tables_of_arrow_give_the_same_rows(tmp_path: Path) -> None:
