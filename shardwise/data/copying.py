@@ -18,6 +18,8 @@ _WORDS = "content"
 _MESSAGES = "messages"
 _OF_LOOP = ("first", "last", "index", "index0", "revindex", "revindex0", "length")  # of what loop knows, no message
 
+_OF_TEXTS = ("string", "defined", "undefined", "none", "mapping", "number", "iterable", "sequence")  # alike for all
+
 
 def parsed(template: str) -> nodes.Template | None:
     """The syntax tree of a chat template, None where it has tags that are not known."""
@@ -42,22 +44,29 @@ class _Uses:
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
         self._parents = {id(child): node for node in _all(tree) for child in node.iter_child_nodes()}
-        # Names of lists of messages and of messages; a name counts in all of the template.
-        self._lists, self._singles = {_MESSAGES}, set[str]()
+        # Names of lists of messages, of messages, and of texts with words; a name counts in all of the template.
+        self._lists, self._singles, self._texts = {_MESSAGES}, set[str](), set[str]()
         before = -1
-        while before != len(self._lists) + len(self._singles):
-            before = len(self._lists) + len(self._singles)
+        while before != (found := len(self._lists) + len(self._singles) + len(self._texts)):
+            before = found
             for node in _all(tree):
-                if not isinstance(node, nodes.For | nodes.Assign) or not isinstance(node.target, nodes.Name):
-                    continue
-                if isinstance(node, nodes.For) and self._is_list(node.iter):
-                    self._singles.add(node.target.name)
-                elif isinstance(node, nodes.Assign) and self._is_list(node.node):
-                    self._lists.add(node.target.name)
-                elif isinstance(node, nodes.Assign) and self._is_single(node.node):
-                    self._singles.add(node.target.name)
+                if isinstance(node, nodes.For | nodes.Assign) and isinstance(node.target, nodes.Name):
+                    self._note(node, node.target.name)
+
+    def _note(self, node: nodes.For | nodes.Assign, name: str) -> None:
+        """What a loop or an assignment gives a name to."""
+        if isinstance(node, nodes.For):
+            if self._is_list(node.iter):
+                self._singles.add(name)
+        elif self._is_list(node.node):
+            self._lists.add(name)
+        elif self._is_single(node.node):
+            self._singles.add(name)
+        elif any(map(self._is_words, _all(node.node))):
+            self._texts.add(name)
 
     def are_harmless(self) -> Iterator[bool]:
+        yield not (self._lists & self._singles or self._texts & (self._lists | self._singles))
         for node in _all(self._tree):
             if isinstance(node, nodes.Name) and node.ctx == "load" and node.name == "loop":
                 parent = self._parents[id(node)]
@@ -84,6 +93,8 @@ class _Uses:
         return isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice) and self._is_list(node.node)
 
     def _is_words(self, node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Name):
+            return node.ctx == "load" and node.name in self._texts
         return self._part(node) == _WORDS
 
     def _part(self, node: nodes.Node) -> str | None:
@@ -116,13 +127,17 @@ class _Uses:
         return isinstance(parent, nodes.Assign) and isinstance(parent.target, nodes.Name)
 
     def _is_copied(self, node: nodes.Node) -> bool:
-        """Whether the words are written, joined to other text, or asked for whether there are any (there are)."""
-        child, parent, joined = node, self._parents[id(node)], False
+        """Whether the words are written, joined to other text, given a name, or asked for what is true of all words."""
+        child, parent, joined = node, self._parents[id(node)], isinstance(node, nodes.Name)
         while True:
             if isinstance(parent, nodes.Output):
                 return self._is_written(parent)
+            if isinstance(parent, nodes.Assign):
+                return isinstance(parent.target, nodes.Name)
             if isinstance(parent, nodes.If | nodes.CondExpr) and parent.test is child:
                 return True  # there are words in every turn
+            if isinstance(parent, nodes.Test):
+                return parent.node is child and parent.name in _OF_TEXTS
             if isinstance(parent, nodes.Add | nodes.Concat):
                 joined = True
             elif isinstance(parent, nodes.CondExpr | nodes.And | nodes.Or | nodes.Not):
