@@ -210,6 +210,15 @@ def test_columns_are_read_under_the_names_that_are_given_to_them(tmp_path: Path)
         load(write(path, [row, {"q": "Hello"}]), len(tokenizer), **given)
 
 
+def test_turns_as_text_are_used(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(), list[str]()
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    path = write(tmp_path / "d.jsonl", [{"messages": json.dumps(talk), "note": "x"}])
+    (row,) = load(path, len(tokenizer), tokenizer=lambda: tokenizer, notify=said.append)
+    assert tokenizer.decode(row.labels[row.labels != -100]) == "Hi<|im_end|>\n"
+    assert said == [f"{path}: columns with text that are not used: note"]
+
+
 def test_a_renamed_column_of_a_table_in_text_holds_json_as_under_its_known_name(tmp_path: Path) -> None:
     given: dict[str, Any] = {"tokenizer": make_tokenizer, "columns": {"messages": "chat", "tools": "things"}}
     talk = [{"role": "user", "content": "Hello, you"}, {"role": "assistant", "content": "Hi"}]
