@@ -7,10 +7,11 @@ Both sides read the same JSON lines with the same tokenizer, chat template and n
 a process of its own, and the clock starts behind the imports and the loading of the tokenizer. Both make token ids and,
 for ``chats``, the mask of what the assistant says: the peer by marks that the template has for it, in batches. Their
 numbers of supervised tokens must agree. For ``own`` the template is the model's own, without marks: the peer makes
-token ids alone, this side the mask too, and the numbers of all tokens must agree. Needs the package datasets.
+token ids alone, this side the mask too, and the numbers of all tokens must agree. Beside the seconds stand those of
+cores, which say more on a busy machine. Needs the package datasets.
 
-With ``--memory``: seconds, and the most memory of its own that the process which writes held, for ten thousand and for
-a million short texts. Needs no peer.
+With ``--memory``: seconds, and the most memory of its own that each process held, for ten thousand, a hundred thousand
+and a million short texts. Needs no peer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 KINDS, SIDES = ("chats", "own", "texts"), ("shardwise", "datasets")
-MANY_ROWS = (10_000, 1_000_000)
+MANY_ROWS = (10_000, 100_000, 1_000_000)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
@@ -50,7 +53,24 @@ def write_rows(path: Path, kind: str, number: int) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
+class Seconds(NamedTuple):
+    """What something took: by the clock, and of cores, of this process and of those that it has waited for."""
+
+    clock: float
+    cores: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        found = os.times()
+        return cls(time.perf_counter(), sum(found[:4]))
+
+    def since(self) -> Seconds:
+        """From then to now."""
+        now = self.now()
+        return Seconds(now.clock - self.clock, now.cores - self.cores)
+
+
+def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tuple[Seconds, int]:
     """``(seconds, supervised tokens)`` of preparing a file; of one of the kind ``own`` all tokens."""
     from transformers import AutoTokenizer
 
@@ -62,13 +82,13 @@ def run_shardwise(path: Path, model: Path, processes: int, folder: Path) -> tupl
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     template = {} if path.stem == "own" else {"chat_template": TEMPLATE}
     run = parse_run({"model": str(model), "data": {"train": str(path)}} | template)
-    began = time.perf_counter()
+    began = Seconds.now()
     rows, _ = open_prepared(prepare(Source(path, run, vocab_size), folder, processes))
-    seconds = time.perf_counter() - began
+    seconds = began.since()
     return seconds, int((rows.lengths if path.stem == "own" else rows.supervised).sum())
 
 
-def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple[float, int]:
+def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple[Seconds, int]:
     """``(seconds, tokens)`` as of :func:`run_shardwise`, of reading a file and mapping a tokenizer over it."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -86,10 +106,10 @@ def run_datasets(path: Path, model: Path, processes: int, folder: Path) -> tuple
         ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(batch["text"])["input_ids"]]
         return {"input_ids": ids, "learned": [[0, *[1] * (len(row) - 1)] for row in ids]}
 
-    began = time.perf_counter()
+    began = Seconds.now()
     table = Dataset.from_json(str(path), cache_dir=str(folder))
     table = table.map(encode, batched=True, num_proc=processes, remove_columns=table.column_names)
-    seconds = time.perf_counter() - began
+    seconds = began.since()
     return seconds, sum(map(len, table["input_ids"])) if path.stem == "own" else sum(map(sum, table["learned"]))
 
 
@@ -104,26 +124,41 @@ def measure(side: str, path: Path, model: Path, processes: int) -> dict[str, Any
     return found
 
 
-def measure_memory(model: Path, processes: int) -> None:
-    """Print what a growing number of rows costs the process that writes them."""
-    for number in MANY_ROWS:
+def measure_memory(model: Path, processes: int, numbers: Sequence[int]) -> None:
+    """Print what a growing number of rows costs each of the processes that prepare them."""
+    for number in numbers:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "many.jsonl"
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": f"Row {index} of many."}) + "\n" for index in range(number))
-            peak = 0
+            peaks: dict[int, int] = {}
             with subprocess.Popen(_side("shardwise", path, model, processes, folder), stdout=subprocess.PIPE) as child:
                 while child.poll() is None:
-                    peak = max(peak, _own_bytes(child.pid))
+                    for process in (child.pid, *_children(child.pid)):
+                        peaks[process] = max(peaks.get(process, 0), _own_bytes(process))
                     time.sleep(0.02)
                 assert child.stdout is not None
                 found = json.loads(child.stdout.read().splitlines()[-1])
-        print(f"{number:,} rows: {found['seconds']:.1f} s, at most {peak / 2**20:.0f} MiB of its own")
+        writer, *workers = (f"{peak / 2**20:.0f}" for peak in peaks.values())
+        held = f"the process that writes {writer}, those that tokenise {', '.join(workers) or 'none'}"
+        print(f"{number:,} rows: {found['clock']:.1f} s; MiB of its own, at most: {held}")
+
+
+def _children(process: int) -> list[int]:
+    """The processes that a process has started, and these theirs; none of one that has ended."""
+    own: list[int] = []
+    for thread in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            own += map(int, thread.read_text(encoding="utf-8").split())
+    return [each for child in own for each in (child, *_children(child))]
 
 
 def _own_bytes(process: int) -> int:
     """Anonymous memory of a process, in bytes; 0 of one that has ended."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
@@ -146,33 +181,33 @@ def main() -> None:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        side = run_shardwise if given.side == "shardwise" else run_datasets
-        seconds, tokens = side(Path(given.file), given.model, given.processes, Path(given.folder))
-        print(json.dumps({"seconds": seconds, "tokens": tokens}))
+        run = run_shardwise if given.side == "shardwise" else run_datasets
+        seconds, tokens = run(Path(given.file), given.model, given.processes, Path(given.folder))
+        print(json.dumps({**seconds._asdict(), "tokens": tokens}))
         return
     if given.memory:
-        measure_memory(given.model, given.processes)
+        measure_memory(given.model, given.processes, MANY_ROWS)
         return
     with tempfile.TemporaryDirectory() as folder:
         for kind in given.kinds:
             path = Path(folder) / f"{kind}.jsonl"
             write_rows(path, kind, given.rows)
-            taken: dict[str, list[float]] = {side: [] for side in SIDES}
-            tokens: dict[str, int] = {}
+            taken: dict[str, list[Seconds]] = {side: [] for side in SIDES}
+            counted: dict[str, int] = {}
             for _ in range(given.repeats):
                 for side in SIDES:
                     found = measure(side, path, given.model, given.processes)
-                    taken[side].append(found["seconds"])
-                    tokens[side] = found["tokens"]
-            if len(set(tokens.values())) > 1:
-                raise SystemExit(f"{kind}: the sides disagree about the supervised tokens: {tokens}")
-            medians = {side: statistics.median(times) for side, times in taken.items()}
-            for side in SIDES:
-                speed = (
-                    f"{given.rows / medians[side]:,.0f} rows/s, {tokens[side] / medians[side]:,.0f} tokens counted/s"
-                )
-                print(f"{kind}: {side} {medians[side]:.1f} s, {speed}")
-            print(f"{kind}: ratio of seconds {medians['shardwise'] / medians['datasets']:.2f}")
+                    taken[side].append(Seconds(found["clock"], found["cores"]))
+                    counted[side] = found["tokens"]
+            if len(set(counted.values())) > 1:
+                raise SystemExit(f"{kind}: the sides disagree about the supervised tokens: {counted}")
+            medians = {side: Seconds(*map(statistics.median, zip(*taken[side], strict=True))) for side in SIDES}
+            for side, (clock, cores) in medians.items():
+                speed = f"{given.rows / clock:,.0f} rows/s, {counted[side] / clock:,.0f} tokens counted/s"
+                print(f"{kind}: {side} {clock:.1f} s, {cores:.1f} s of cores, {speed}", flush=True)
+            ours, theirs = medians["shardwise"], medians["datasets"]
+            ratios = f"{ours.clock / theirs.clock:.2f}, of seconds of cores {ours.cores / theirs.cores:.2f}"
+            print(f"{kind}: ratio of seconds {ratios}", flush=True)
 
 
 if __name__ == "__main__":

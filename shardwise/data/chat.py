@@ -8,20 +8,21 @@ once; the offsets of its tokens say which of them lie in a supervised span, so n
 
 from __future__ import annotations
 
-import json
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
-from shardwise.data.ends import spans_with_other_ends, with_next_mark
+from shardwise.data.borders import TextTokenizer
+from shardwise.data.copying import only_copies
+from shardwise.data.ends import mark_at, spans_with_other_ends, with_next_mark
 from shardwise.data.format import IGNORED, BadRow, Tokens
+from shardwise.data.messages import check_messages, forms, is_bare
 from shardwise.data.shapes import Shape, Watch, find_shape
 from shardwise.data.turns import (
     REFUSALS,
@@ -39,7 +40,6 @@ from shardwise.spec.template import template_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant says, in templates that tell it
 _MAX_SHAPES = 4096  # that are kept at once
 # For models without a template: ChatML, where the tokenizer has its marks; else a text before each turn, and the
@@ -95,6 +95,8 @@ class ChatEncoder:
         self._template = template_text(template) if template is not None else self.default_template
         self._check_syntax()
         self._bos, self._bos_id, self._eos = leading_bos(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token
+        self._texts = TextTokenizer(tokenizer)
+        self._needs_answer = loss in ("assistant", "last_turn")
         self._watch: Watch | None = None
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...] | None], Shape | None] = {}
 
@@ -109,8 +111,9 @@ class ChatEncoder:
 
     def many(self, values: Sequence[dict[str, Any]]) -> list[Tokens | BadRow]:
         """Ids and labels of rows in their order, rendered and tokenised together; of one that is bad the reason."""
-        texts = self._texts(values)
-        found = [self._tried(value, texts.get(id(value))) for value in values]
+        copied = [self._copied(value) for value in values]
+        texts = self._written([value for value, one in zip(values, copied, strict=True) if one is None])
+        found = [one or self._tried(value, texts.get(id(value))) for value, one in zip(values, copied, strict=True)]
         written = [one for one in found if isinstance(one, _Rendered)]
         try:
             tokens = iter(self._tokenise(written))
@@ -118,18 +121,32 @@ class ChatEncoder:
             return [self._alone(one) for one in found]
         return [next(tokens) if isinstance(one, _Rendered) else one for one in found]
 
-    def _texts(self, values: Sequence[dict[str, Any]]) -> dict[int, str]:
+    def _copied(self, value: dict[str, Any]) -> _Rendered | None:
+        """What the template writes of a row, known without asking it; None where it has to be asked."""
+        messages = value["messages"]
+        if self._loss == "text" or _extras(value) or not is_bare(messages) or not self._only_copies:
+            return None
+        learned = None if value.get("learned") is None else tuple(value["learned"])
+        shape = self._shape(messages, learned)
+        found = None if shape is None else shape.write([message["content"] for message in messages])
+        return None if found is None else self._with_ends(*found, messages, learned, {})
+
+    @cached_property
+    def _only_copies(self) -> bool:
+        return only_copies(self._own_template({}))
+
+    def _written(self, values: Sequence[dict[str, Any]]) -> dict[int, str]:
         """What the template writes, by the identity of a row, for rows of words alone; none where it refuses one."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        bare = [value for value in values if not value.get("tools") and _is_bare(value["messages"])]
+        bare = [value for value in values if not _extras(value) and is_bare(value["messages"])]
         if not bare:
             return {}
         talks = [value["messages"] for value in bare]
         try:
             # What apply_chat_template calls, without its search for objects in messages, which costs as much again.
             written, _ = render_jinja_template(
-                talks, chat_template=self._own_template(None), **self._tokenizer.special_tokens_map
+                talks, chat_template=self._own_template({}), **self._tokenizer.special_tokens_map
             )
         except REFUSALS:
             return {}
@@ -149,42 +166,43 @@ class ChatEncoder:
 
     def _tokens(self, found: _Rendered | Tokens) -> Tokens:
         try:
-            return found if isinstance(found, Tokens) else self._tokenise([found])[0]
-        except BadRow:
-            raise
+            tokens = found if isinstance(found, Tokens) else self._tokenise([found])[0]
         except REFUSALS as error:
             raise BadRow(f"the chat template or the tokenizer refuses it: {error}") from None
+        if isinstance(tokens, BadRow):
+            raise tokens
+        return tokens
 
     def _rendered(self, value: dict[str, Any], text: str | None) -> _Rendered | Tokens:
         """What the template writes of a row; ``text`` is that of its messages as they are, where it is known."""
-        check_messages(value["messages"], needs_answer=self._loss in ("assistant", "last_turn"))
+        check_messages(value["messages"], needs_answer=self._needs_answer)
         learned = None if value.get("learned") is None else tuple(value["learned"])
         refusal: BadRow | None = None
-        for messages in _forms(value["messages"]):
+        for messages in forms(value["messages"]):
             try:
-                return self._encode(messages, value.get("tools"), learned, text)
+                return self._encode(messages, _extras(value), learned, text)
             except BadRow as error:
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
 
     def _encode(
-        self, messages: list[Message], tools: Any, learned: tuple[int, ...] | None, text: str | None
+        self, messages: list[Message], extras: dict[str, Any], learned: tuple[int, ...] | None, text: str | None
     ) -> _Rendered | Tokens:
         # Of the conversation's own beginnings: rendering is half of the work.
         known: dict[tuple[int, bool], str] = {} if text is None else {(len(messages), False): text}
 
         def render(part: list[Message], add_generation_prompt: bool) -> str:
             if part and part[-1] is not messages[len(part) - 1]:
-                return self._render(part, tools, add_generation_prompt)
+                return self._render(part, extras, add_generation_prompt)
             place = len(part), add_generation_prompt
             if place not in known:
-                known[place] = self._render(part, tools, add_generation_prompt)
+                known[place] = self._render(part, extras, add_generation_prompt)
             return known[place]
 
         try:
             text = render(messages, False)
-            spans = None if tools else self._known_spans(messages, text, learned)
+            spans = None if extras else self._known_spans(messages, text, learned)
             instead: dict[int, str] = {}
             if spans is None:
                 try:
@@ -192,8 +210,8 @@ class ChatEncoder:
                 except TurnNotFoundError:
                     if self._loss != "assistant":
                         raise
-                    if learned is None and _MARKED.search(self._own_template(tools)):
-                        return self._by_marks(messages, tools)
+                    if learned is None and _MARKED.search(self._own_template(extras)):
+                        return self._by_marks(messages, extras)
                     chosen = chosen_turns(messages, self._loss, learned)
                     spans, instead = spans_with_other_ends(messages, text, render, chosen)
             return self._with_ends(text, spans, messages, learned, instead)
@@ -204,43 +222,50 @@ class ChatEncoder:
 
     def _known_spans(self, messages: list[Message], text: str, learned: tuple[int, ...] | None) -> list[Span] | None:
         """The spans by the shape of a conversation, None where that does not say."""
-        if self._loss == "text" or not _is_bare(messages):
+        if self._loss == "text" or not is_bare(messages):
             return None
         words = [message["content"] for message in messages]
         if self._watch is None:
-            self._watch = Watch(self._own_template(None))
+            self._watch = Watch(self._own_template({}))
         if self._watch.sees(words):
             return None
+        shape = self._shape(messages, learned)
+        return None if shape is None else shape.find(words, text)
+
+    def _shape(self, messages: list[Message], learned: tuple[int, ...] | None) -> Shape | None:
+        """The shape of a conversation of words alone; None where its roles have none, or are to be refused."""
         key = tuple(message["role"] for message in messages), learned
         if key not in self._shapes:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = find_shape(key[0], self._render_bare, self._loss, learned)
-        shape = self._shapes[key]
-        return None if shape is None else shape.find(words, text)
+            self._shapes[key] = None
+            with suppress(BadRow):
+                check_messages(messages, needs_answer=self._needs_answer)
+                self._shapes[key] = find_shape(key[0], self._render_bare, self._loss, learned)
+        return self._shapes[key]
 
     def _render_bare(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        return self._render(messages, None, add_generation_prompt)
+        return self._render(messages, {}, add_generation_prompt)
 
     def _check_syntax(self) -> None:
         try:
-            self._render([{"role": "user", "content": "x"}], None, True)
+            self._render([{"role": "user", "content": "x"}], {}, True)
         except jinja2.TemplateSyntaxError as error:
             rule = f"not a valid template (its line {error.lineno}: {error.message})"
             raise ConfigError("chat_template", rule, "Correct it") from None
         except REFUSALS:
             pass  # valid, and wants another conversation than this one
 
-    def _own_template(self, tools: Any) -> str:
-        return self._template or str(self._tokenizer.get_chat_template(tools=tools))
+    def _own_template(self, extras: dict[str, Any]) -> str:
+        return self._template or str(self._tokenizer.get_chat_template(tools=extras.get("tools")))
 
-    def _render(self, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[Message], extras: dict[str, Any], add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
             messages,
-            tools=tools,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **extras,
         )
         return str(text)
 
@@ -253,7 +278,7 @@ class ChatEncoder:
         instead: dict[int, str],
     ) -> _Rendered:
         """``text`` with an end for every turn, also where the template writes none."""
-        if self._loss in ("assistant", "last_turn"):
+        if self._needs_answer:
             turns = [messages[k] for k in chosen_turns(messages, self._loss, learned)]
             spans = with_next_mark(text, spans, turns, self._special)
         end = self._missing_end(text, messages[-1])
@@ -281,43 +306,42 @@ class ChatEncoder:
         is_missing = last["role"] == "assistant" and words and written.endswith(words) and eos is not None
         return str(eos) if is_missing and not written.endswith(str(eos)) else ""
 
-    def _by_marks(self, messages: list[Message], tools: Any) -> Tokens:
+    def _by_marks(self, messages: list[Message], extras: dict[str, Any]) -> Tokens:
         """By the template's own marks, where it writes earlier turns otherwise than the last one."""
         encoded: Any = self._tokenizer.apply_chat_template(
             messages,
-            tools=tools,
             chat_template=self._template,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **extras,
         )
         ids = np.array(encoded["input_ids"], dtype=np.int64)
         return self._with_bos(ids, np.where(np.array(encoded["assistant_masks"]) == 1, ids, IGNORED))
 
-    def _tokenise(self, found: Sequence[_Rendered]) -> list[Tokens]:
-        if not found:
-            return []
-        texts = [one.text for one in found]
-        encoded: Any = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        rows = zip(encoded["input_ids"], encoded.encodings, found, strict=True)
-        return [self._labelled(ids, encoding, one) for ids, encoding, one in rows]
+    def _tokenise(self, found: Sequence[_Rendered]) -> list[Tokens | BadRow]:
+        places = [[*(place for span in one.spans for place in span), *one.instead] for one in found]
+        cut = self._texts.cut([one.text for one in found], places)
+        return [self._labelled(ids, borders, one) for (ids, borders), one in zip(cut, found, strict=True)]
 
-    def _labelled(self, row: list[int], encoding: Any, found: _Rendered) -> Tokens:
-        ids = np.array(row, dtype=np.int32)
+    def _labelled(self, ids: np.ndarray, borders: list[int], found: _Rendered) -> Tokens | BadRow:
+        """``borders``: how many tokens end by the places of the spans, and then by those of the marks."""
+        # By a token's last character: one that a merge has drawn over the border holds the answer's first one.
         labels = np.full_like(ids, IGNORED)
-        for start, end in found.spans:
-            # By a token's last character: one that a merge has drawn over the border holds the answer's first one.
-            first, behind = _token_behind(encoding, start), len(row)
-            if end < len(found.text):
-                behind = _token_behind(encoding, end)
+        num_spans = len(found.spans)
+        for first, behind in zip(borders[: 2 * num_spans : 2], borders[1 : 2 * num_spans : 2], strict=True):
             labels[first:behind] = ids[first:behind]
-        for place, mark in found.instead.items():
+        for (place, mark), at in zip(found.instead.items(), borders[2 * num_spans :], strict=True):
             # Only a mark that is one token can take the place of one.
-            at = next((number for number, (start, _) in enumerate(encoding.offsets) if start == place), None)
-            if at is None or mark not in self._vocab:
-                raise BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
+            if mark not in self._vocab or not self._is_token(found.text, place, int(ids[at])):
+                return BadRow(f"the end {mark} of a turn is no token of its own; use data.loss=last_turn")
             labels[at] = self._vocab[mark]
         return self._with_bos(ids, labels)
+
+    def _is_token(self, text: str, place: int, token: int) -> bool:
+        """Whether the mark that stands at ``place`` is this one token."""
+        written = mark_at(text, place)
+        return written is not None and self._vocab.get(written) == token
 
     def _with_bos(self, ids: np.ndarray, labels: np.ndarray) -> Tokens:
         if self._bos and ids[:1].tolist() != self._bos:
@@ -327,11 +351,10 @@ class ChatEncoder:
         return Tokens(ids.astype(np.int32, copy=False), labels.astype(np.int32, copy=False), head=head)
 
 
-def _token_behind(encoding: Any, place: int) -> int:
-    """The first token that ends behind ``place``, a number of characters into the text."""
-    found: int | None = encoding.char_to_token(place)
-    # No token holds the character, such as a space: the offsets say it, a list that takes a while to make.
-    return bisect_right(encoding.offsets, place, key=itemgetter(1)) if found is None else found
+def _extras(value: dict[str, Any]) -> dict[str, Any]:
+    """What a template is given beside the turns of a row."""
+    settings: dict[str, Any] = value.get("settings") or {}
+    return settings | {"tools": value["tools"]} if value.get("tools") else settings
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -346,82 +369,3 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
         return _BY_END
     rule = "the data has messages, and the tokenizer has neither a chat template nor a token that could end a turn"
     raise ConfigError("chat_template", rule, "Give one with chat_template=FILE, or tokenise the rows yourself")
-
-
-def _is_bare(messages: Any) -> bool:
-    """Whether turns hold words and nothing else, and each of them some; there is at least one."""
-    if type(messages) is not list or not messages:
-        return False
-    for turn in messages:
-        if type(turn) is not dict or len(turn) != 2 or "role" not in turn:
-            return False
-        content = turn.get("content")
-        if type(content) is not str or not content or content.isspace():
-            return False
-    return True
-
-
-def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """``messages`` as templates may want them: calls beside an empty text or none, arguments as object or text.
-
-    Without calls there is one form. The first that a template takes, and leaves nothing out of, counts.
-    """
-    if not any(turn.get("tool_calls") for turn in messages):
-        yield messages
-        return
-    for as_text in (False, True):
-        for empty in ("", None):
-            yield [_form(turn, empty, as_text) if turn.get("tool_calls") else turn for turn in messages]
-
-
-def _form(turn: Message, empty: str | None, as_text: bool) -> Message:
-    calls = turn["tool_calls"]
-    if as_text:
-        functions = [call["function"] for call in calls]
-        texts = [json.dumps(function.get("arguments") or {}, ensure_ascii=False) for function in functions]
-        calls = [
-            call | {"function": function | {"arguments": text}}
-            for call, function, text in zip(calls, functions, texts, strict=True)
-        ]
-    return turn | {"content": turn.get("content") or empty, "tool_calls": calls}
-
-
-def check_messages(messages: Any, *, needs_answer: bool = True) -> None:
-    """Raise :class:`BadRow`, with the turn counted from 1, unless this is a conversation to learn from.
-
-    Args:
-        needs_answer: whether only the assistant's words are learned, so that there must be some, at the end.
-    """
-    if not isinstance(messages, list):
-        raise BadRow(f"messages is a {type(messages).__name__}, expected a list")
-    if not messages:
-        raise BadRow("the conversation is empty")
-    for turn, message in enumerate(messages, start=1):
-        _check_message(f"turn {turn}", message)
-    roles = [message["role"] for message in messages]
-    if not needs_answer:
-        return
-    if "assistant" not in roles:
-        raise BadRow("no turn of the assistant")
-    if roles[-1] != "assistant":
-        raise BadRow(f"the conversation ends with a turn of role {roles[-1]}, nobody answers it")
-
-
-def _check_message(name: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise BadRow(f"{name} is a {type(message).__name__}, expected an object with role and content")
-    if "role" not in message:
-        foreign = " (looks like ShareGPT's from and value)" if "from" in message else ""
-        raise BadRow(f"{name} has no role{foreign}")
-    role, content = message["role"], message.get("content")
-    if role not in ROLES:
-        raise BadRow(f"{name} has role {role!r}; roles are {', '.join(ROLES)}")
-    calls = message.get("tool_calls")
-    if content is None and calls:
-        return
-    if content is None:
-        raise BadRow(f"{name} ({role}) has no content")
-    if not isinstance(content, str):
-        raise BadRow(f"{name} ({role}) has a {type(content).__name__} as content, expected text")
-    if not content.strip() and role not in ("system", "tool") and not calls:
-        raise BadRow(f"{name} ({role}) has empty content")

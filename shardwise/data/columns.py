@@ -10,21 +10,26 @@ from shardwise.data.detect import CONVERSATIONS
 from shardwise.data.format import BadRow
 
 # Columns whose cells hold JSON where a table can hold text alone.
-JSON_COLUMNS = {*CONVERSATIONS, "input_ids", "labels", "position_ids", "attention_mask", "tools", "history"}
+_EXTRAS = ("tools", "functions", "chat_template_kwargs", "completion_mask", "assistant_masks", "loss_mask")
+JSON_COLUMNS = {*CONVERSATIONS, "segments", "history", "input_ids", "labels", "position_ids", "attention_mask"}
+JSON_COLUMNS |= {*_EXTRAS}
 # What a row may lack: the column is then left out, as where no names are given.
-_OPTIONAL = ("system", "history", "tools", "query", "input", "context", "labels", "position_ids")
+_OPTIONAL = ("system", "history", "query", "input", "context", "labels", "position_ids", *_EXTRAS)
 
 
 def renamed(value: Any, columns: Mapping[str, str] | None) -> Any:
     """A row with the columns that ``columns`` names, ``{name that is known: name in the file}``, and no others.
 
-    Without names, and where the row is no object, it is what it was.
+    Without names it has its own. In both, a column that would hold turns, ids or tools may hold them as JSON text.
 
     Raises:
         BadRow: a column that the row lacks.
     """
-    if not columns or not isinstance(value, dict):
+    if not isinstance(value, dict):
         return value
+    if not columns:  # turns may stand as JSON text where the writer of a table knew no lists
+        texts = [key for key in CONVERSATIONS if isinstance(value.get(key), str)]
+        return value | {key: _parsed(key, value[key]) for key in texts} if texts else value
     missing = [(known, own) for known, own in columns.items() if own not in value and known not in _OPTIONAL]
     if missing:
         known, own = missing[0]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from shardwise.config import nearest
 from shardwise.data.detect import pair_columns, text_column, turns_column
 from shardwise.data.format import BadRow, Conversation, Format, Sample, Text, read_tokens
+from shardwise.data.speakers import Message, listed, parsed, read_turns
 
-Message = dict[str, Any]
-
-# Names that speakers have elsewhere; those of chat templates stand for themselves.
-_SPEAKERS = {
-    **dict.fromkeys(("system", "developer", "user", "assistant", "tool"), None),
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool"),
-}
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _CONTEXT_COLUMNS = ("input", "context")  # what a question is about
+SETTINGS_COLUMN = "chat_template_kwargs"
+# What a chat template is given by whoever calls it.
+_OWN_SETTINGS = (
+    *("messages", "conversation", "tools", "chat_template"),
+    *("tokenize", "return_dict", "add_generation_prompt", "continue_final_message"),
+)
 
 
 def read_row(value: dict[str, Any], kind: Format, vocab_size: int, max_positions: int | None) -> Sample:
@@ -32,7 +28,9 @@ def read_row(value: dict[str, Any], kind: Format, vocab_size: int, max_positions
         case "tokens":
             return read_tokens(value, vocab_size, max_positions)
         case "messages" | "sharegpt":
-            return read_turns(value)
+            return read_conversation(value)
+        case "segments":
+            return read_segments(value)
         case "prompt_completion":
             return read_completion(value)
         case "text":
@@ -43,123 +41,23 @@ def read_row(value: dict[str, Any], kind: Format, vocab_size: int, max_positions
             return read_pair(value, _pair(value, kind))
 
 
-def read_turns(value: dict[str, Any]) -> Conversation:
-    """Turns of ``role`` and ``content``, or of ``from`` and ``value``, with the row's system text and tools.
+def read_conversation(value: dict[str, Any]) -> Conversation:
+    """Turns in any of their spellings, with the row's system text, tools and settings of the template.
 
     Raises:
-        BadRow: a turn that is malformed; turns of ``from`` and ``value`` that do not alternate.
+        BadRow: what :func:`shardwise.data.speakers.read_turns` says.
     """
     column = turns_column(value)
     assert column is not None
     turns = value[column]
     if not isinstance(turns, list):
         raise BadRow(f"{column} is a {type(turns).__name__}, expected a list")
-    messages = [_turn(f"turn {number}", turn) for number, turn in enumerate(turns, start=1)]
-    if any(isinstance(turn, dict) and "role" not in turn for turn in turns):
-        _check_alternation(messages)
+    messages, learned = read_turns("turn", turns)
     system = _system(value)
     if system and (not messages or messages[0].get("role") != "system"):
         messages.insert(0, {"role": "system", "content": system})
-    return Conversation(messages, _tools(value), _learned(turns, len(messages)))
-
-
-def _turn(name: str, turn: Any) -> Message:
-    if not isinstance(turn, dict):
-        raise BadRow(f"{name} is a {type(turn).__name__}, expected an object with role and content")
-    by_role = "role" in turn
-    speaker_key, text_key = ("role", "content") if by_role else ("from", "value")
-    if speaker_key not in turn:
-        raise BadRow(f"{name} has no role (keys {', '.join(map(repr, list(turn)[:5])) or 'none'})")
-    speaker = turn[speaker_key]
-    message = {"role": _role(name, speaker), "content": _content(name, turn.get(text_key))}
-    more = {key: item for key, item in turn.items() if key not in (speaker_key, text_key, "weight")}
-    if speaker == "function_call":
-        more["tool_calls"] = _called(name, message["content"])
-        message["content"] = ""
-    elif more.get("tool_calls") is not None:
-        more["tool_calls"] = [_call(name, call) for call in _listed(name, "tool_calls", more["tool_calls"])]
-    return message | more
-
-
-def _role(name: str, speaker: Any) -> str:
-    if not isinstance(speaker, str):
-        raise BadRow(f"{name} has a {type(speaker).__name__} as role, expected text")
-    known = speaker.strip().lower()
-    if known not in _SPEAKERS:
-        near = nearest(known, _SPEAKERS)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise BadRow(f"{name} has role {speaker!r}; roles are {', '.join(_SPEAKERS)}{hint}")
-    return _SPEAKERS[known] or known
-
-
-def _content(name: str, content: Any) -> Any:
-    """Text as it is; a list of text parts joined. What is no text is left for the check of the conversation."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadRow(f"{name} has a part of type {kind!r}, and only text can be learned")
-        parts.append(part["text"])
-    return "".join(parts)
-
-
-def _call(name: str, call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates write it as JSON, and would quote a text again."""
-    if not isinstance(call, dict):
-        raise BadRow(f"{name} has a tool call that is a {type(call).__name__}, expected an object")
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow(f"{name} has a tool call without the name of a function")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _json(f"{name}: the arguments of its tool call", arguments or "{}")
-    function = function | {"arguments": arguments}
-    return call | {"function": function} if "function" in call else {"type": "function", "function": function}
-
-
-def _called(name: str, content: Any) -> list[dict[str, Any]]:
-    """The calls of a ShareGPT turn of ``function_call``: one object or several, as JSON text."""
-    found = _json(f"{name}: its function call", content) if isinstance(content, str) else content
-    return [_call(name, call) for call in (found if isinstance(found, list) else [found])]
-
-
-def _json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadRow(f"{name} is not JSON") from None
-
-
-def _listed(name: str, key: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise BadRow(f"{name} has a {type(value).__name__} as {key}, expected a list")
-    return value
-
-
-def _check_alternation(messages: list[Message]) -> None:
-    """ShareGPT's turns alternate; two in a row of one speaker are a row that was cut badly."""
-    before = None
-    for number, message in enumerate(messages, start=1):
-        role = message["role"]
-        if role == "system" and number > 1:
-            raise BadRow(f"turn {number} is a system turn inside the conversation")
-        if role == before and role in ("user", "assistant"):
-            raise BadRow(f"turn {number} is the second turn of the {role} in a row")
-        before = role
-
-
-def _learned(turns: list[Any], num_messages: int) -> tuple[int, ...] | None:
-    """By ``weight`` 0 a turn is given, and not learned."""
-    weights = [turn.get("weight") for turn in turns]
-    if all(weight is None for weight in weights):
-        return None
-    for number, weight in enumerate(weights, start=1):
-        if weight not in (None, 0, 1):
-            raise BadRow(f"turn {number} has weight {weight!r}; a turn is learned (1) or given (0)")
-    added = num_messages - len(turns)  # a system turn from a column of its own
-    return tuple(place + added for place, weight in enumerate(weights) if weight != 0)
+        learned = None if learned is None else tuple(place + 1 for place in learned)
+    return Conversation(messages, _tools(value), learned, settings=_settings(value))
 
 
 def _system(value: dict[str, Any]) -> str:
@@ -168,10 +66,47 @@ def _system(value: dict[str, Any]) -> str:
 
 
 def _tools(value: dict[str, Any]) -> list[Any] | None:
-    tools = value.get("tools")
+    key = "functions" if value.get("functions") and not value.get("tools") else "tools"
+    tools = value.get(key)
     if isinstance(tools, str):
-        tools = _json("tools", tools) if tools.strip() else None
-    return None if not tools else _listed("the row", "tools", tools)
+        tools = parsed(key, tools) if tools.strip() else None
+    if not tools:
+        return None
+    found = listed("the row", key, tools)
+    return [{"type": "function", "function": tool} for tool in found] if key == "functions" else found
+
+
+def _settings(value: dict[str, Any]) -> dict[str, Any] | None:
+    """What a row gives to its chat template, such as ``enable_thinking``."""
+    settings = value.get(SETTINGS_COLUMN)
+    if isinstance(settings, str):
+        settings = parsed(SETTINGS_COLUMN, settings) if settings.strip() else None
+    if not settings:
+        return None
+    if not isinstance(settings, dict):
+        raise BadRow(f"{SETTINGS_COLUMN} is a {type(settings).__name__}, expected an object")
+    wrong = next((key for key in settings if key in _OWN_SETTINGS), None)
+    if wrong is not None:
+        raise BadRow(f"{SETTINGS_COLUMN} holds {wrong!r}, which is not for a row to say")
+    return settings
+
+
+def read_segments(value: dict[str, Any]) -> Text:
+    """Pieces of text that follow each other as they stand, each learned or given.
+
+    Raises:
+        BadRow: a piece without text, or with a ``label`` that is neither true nor false; none.
+    """
+    pieces = []
+    for number, piece in enumerate(value["segments"], start=1):
+        if not isinstance(piece, dict) or not isinstance(piece.get("text"), str):
+            raise BadRow(f"segment {number} is no object with text and label")
+        if piece.get("label") not in (0, 1):
+            raise BadRow(f"segment {number} has label {piece.get('label')!r}, expected true or false")
+        pieces.append((piece["text"], bool(piece["label"])))
+    if not any(text.strip() for text, _ in pieces):
+        raise BadRow("segments hold no text")
+    return Text(tuple(pieces))
 
 
 def read_completion(value: dict[str, Any]) -> Sample:
@@ -182,12 +117,13 @@ def read_completion(value: dict[str, Any]) -> Sample:
     """
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        given, learned = ([_turn(f"{key}, turn {n}", turn) for n, turn in enumerate(turns, start=1)]
-                          for key, turns in (("prompt", prompt), ("completion", completion)))  # fmt: skip
+        given, _ = read_turns("prompt, turn", prompt)
+        learned, wanted = read_turns("completion, turn", completion)
         if not learned:
             raise BadRow("completion is empty")
-        places = tuple(range(len(given), len(given) + len(learned)))
-        return Conversation([*given, *learned], _tools(value), places, is_completion=True)
+        places = tuple(len(given) + place for place in (range(len(learned)) if wanted is None else wanted))
+        settings = _settings(value)
+        return Conversation([*given, *learned], _tools(value), places, is_completion=True, settings=settings)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("one of prompt and completion is a list of turns, and the other is none")
     if not isinstance(prompt, str):  # an empty one is a text to learn as a whole
@@ -229,9 +165,11 @@ def unused_columns(value: dict[str, Any], kind: Format) -> list[str]:
         case "tokens":
             return []
         case "messages" | "sharegpt":
-            used = [turns_column(value), *_SYSTEM_COLUMNS, "tools"]
+            used = [turns_column(value), *_SYSTEM_COLUMNS, "tools", "functions", SETTINGS_COLUMN]
         case "prompt_completion":
-            used = ["prompt", "completion", "tools"]
+            used = ["prompt", "completion", "tools", "functions", SETTINGS_COLUMN]
+        case "segments":
+            used = ["segments"]
         case "text":
             used = [text_column(value)]
         case _:
@@ -248,7 +186,7 @@ def _pair(value: dict[str, Any], kind: Format) -> tuple[str, str] | None:
 def _history(value: dict[str, Any]) -> list[tuple[str, str]]:
     rounds = value.get("history")
     if isinstance(rounds, str) and rounds.strip():
-        rounds = _json("history", rounds)
+        rounds = parsed("history", rounds)
     if not rounds:
         return []
     if not isinstance(rounds, list):

@@ -8,7 +8,9 @@ from shardwise.config import nearest
 from shardwise.data.format import BadRow, Format
 
 # In the order in which they are looked for: a row that has the columns of several has the first.
-FORMATS: tuple[Format, ...] = ("tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "pairs", "text")
+FORMATS: tuple[Format, ...] = (
+    *("tokens", "messages", "sharegpt", "segments", "alpaca", "prompt_completion", "pairs", "text"),
+)
 assert set(FORMATS) == set(get_args(Format)) - {"auto"}
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "dialogue", "dialog")  # columns of turns
@@ -23,12 +25,16 @@ PAIR_KEYS = (
     ("query", "response"),
     ("question", "response"),
     ("question", "answer"),
+    ("query", "answer"),
+    ("instruction", "answer"),
+    ("user", "assistant"),
 )
-_KNOWN = sorted({"input_ids", *CONVERSATIONS, *TEXTS, *(key for keys in PAIR_KEYS for key in keys)})
+_KNOWN = sorted({"input_ids", "segments", *CONVERSATIONS, *TEXTS, *(key for keys in PAIR_KEYS for key in keys)})
 _WANTED: dict[Format, str] = {
     "tokens": '"input_ids"',
     "messages": '"messages" (turns of role and content)',
     "sharegpt": '"conversations" (turns of from and value)',
+    "segments": '"segments" (pieces of text and label)',
     "alpaca": '"instruction" and "output"',
     "prompt_completion": '"prompt" and "completion"',
     "pairs": "two texts (" + ", ".join("/".join(keys) for keys in PAIR_KEYS) + ")",
@@ -39,6 +45,7 @@ _FOREIGN = (
     ({"chosen", "rejected"}, "a preference pair"),
     ({"role", "content"}, "a single turn"),
 )
+_RATED = {"prompt", "completion", "label"}  # where the label is true or false
 
 
 def format_of(value: Any) -> Format | None:
@@ -56,12 +63,14 @@ def has_format(value: dict[str, Any], name: Format) -> bool:
         case "messages" | "sharegpt":
             turns = turns_column(value)
             return turns is not None and (has_no_turns(value) or _is_sharegpt(value[turns]) == (name == "sharegpt"))
+        case "segments":
+            return isinstance(value.get("segments"), list)
         case "alpaca":
             return {"instruction", "output"} <= value.keys()
         case "prompt_completion":
-            return {"prompt", "completion"} <= value.keys()
+            return {"prompt", "completion"} <= value.keys() and not _is_rated(value)
         case "pairs":
-            return pair_columns(value) is not None
+            return pair_columns(value) is not None and not _is_rated(value)
         case _:
             return text_column(value) is not None
 
@@ -98,6 +107,11 @@ def _is_sharegpt(turns: Any) -> bool:
     return isinstance(first, dict) and "role" not in first and ("from" in first or "value" in first)
 
 
+def _is_rated(value: dict[str, Any]) -> bool:
+    """Whether a row says if its completion is a good one: a bad one is not to be learned."""
+    return value.keys() >= _RATED and isinstance(value["label"], bool)
+
+
 def check_format(value: Any, expected: Format | None) -> None:
     """Raise :class:`BadRow`, saying what the row looks like, unless it has the ``expected`` format."""
     if expected is not None and isinstance(value, dict) and has_format(value, expected):
@@ -113,9 +127,14 @@ def looks_like(value: Any) -> str:
         return "a bare list" + (" of token ids" if ids else "")
     if not isinstance(value, dict):
         return f"a bare {type(value).__name__}"
+    if _is_rated(value):
+        return f"looks like a completion with a rating (keys {_listed(value)})"
     for keys, name in _FOREIGN:
         if keys <= value.keys():
             return f"looks like {name} (keys {_listed(value)})"
+    text = next((name for name in CONVERSATIONS if isinstance(value.get(name), str)), None)
+    if text is not None:
+        return f"its {text} is a text that is no JSON (keys {_listed(value)})"
     found = format_of(value)
     if found == "text":
         return f"looks like plain text for pretraining (keys {_listed(value)})"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwise.data.borders import TextTokenizer
 from shardwise.data.chat import ChatEncoder
 from shardwise.data.format import IGNORED, BadRow, Conversation, Sample, Text, Tokens, check_ids
 from shardwise.data.pairs import PairEncoder
@@ -28,6 +30,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: str = "assistant") -> None:
         self._tokenizer, self._all = tokenizer, loss in ("all_turns", "text")
+        self._texts = TextTokenizer(tokenizer)
         self._bos, self._eos = leading_bos(tokenizer), tokenizer.eos_token_id
 
     def __call__(self, row: Text) -> Tokens:
@@ -35,59 +38,48 @@ class TextEncoder:
 
         Raises:
             BadRow: the tokenizer refuses the text.
+            ConfigError: as :meth:`many`.
         """
-        text = "".join(piece for piece, _ in row.pieces)
-        given = not self._all and any(not supervised for _, supervised in row.pieces)
-        if given and not self._tokenizer.is_fast:
-            name = type(self._tokenizer).__name__
-            rule = "a prompt and its completion need a tokenizer that gives character offsets (a fast one)"
-            raise ConfigError(f"tokenizer = {name}", rule, 'Tokenise the rows yourself: {"input_ids", "labels"}')
         try:
-            encoded = self._tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=given or None, verbose=False
-            )
+            return self.many([row])[0]
         except (TypeError, ValueError) as error:
             raise BadRow(f"the tokenizer refuses it: {error}") from None
-        ids = np.array(encoded["input_ids"], dtype=np.int64)
-        labels = ids.copy()
-        if given:
-            ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
-            start = 0
-            for piece, supervised in row.pieces:
-                if not supervised:
-                    labels[(ends > start) & (ends <= start + len(piece))] = IGNORED
-                start += len(piece)
-        return self._with_ends(ids, labels, self._all or row.pieces[-1][1])
 
     def many(self, rows: Sequence[Text]) -> list[Tokens]:
-        """The tokens of rows that are supervised as a whole, in one call, which costs a fraction of one for each.
+        """The tokens of rows, tokenised together, which costs a fraction of one by one.
 
         Raises:
+            ConfigError: a row of which a part alone is supervised, and a tokenizer that cannot tell which tokens it is.
             TypeError, ValueError: the tokenizer refuses one of them.
         """
         texts = ["".join(piece for piece, _ in row.pieces) for row in rows]
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [self._whole(ids) for ids in encoded["input_ids"]]
+        if all(self._is_whole(row) for row in rows):
+            return [self._with_ends(ids, ids, is_learned=True) for ids in self._texts.ids(texts)]
+        if not self._tokenizer.is_fast:
+            name = type(self._tokenizer).__name__
+            rule = "a prompt and its completion need a tokenizer that gives character offsets (a fast one)"
+            raise ConfigError(f"tokenizer = {name}", rule, 'Tokenise the rows yourself: {"input_ids", "labels"}')
+        places = [[*accumulate(len(piece) for piece, _ in row.pieces)] for row in rows]
+        return [self._labelled(*cut, row) for cut, row in zip(self._texts.cut(texts, places), rows, strict=True)]
 
-    def _whole(self, ids: list[int]) -> Tokens:
-        """:meth:`_with_ends` of ids that are all supervised, without the arrays in between."""
-        added = [] if ids[:1] == self._bos else self._bos
-        end = [] if self._eos is None or ids[-1:] == [self._eos] else [self._eos]
-        whole = np.array([*added, *ids, *end], dtype=np.int32)
-        labels = whole.copy()
-        labels[: len(added)] = IGNORED
-        head = int(len(whole) > 0 and int(whole[0]) == self._tokenizer.bos_token_id)
-        return Tokens(whole, labels, head=head)
+    def _is_whole(self, row: Text) -> bool:
+        return self._all or all(supervised for _, supervised in row.pieces)
 
-    def _with_ends(self, ids: np.ndarray, labels: np.ndarray, supervised: bool) -> Tokens:
-        if self._bos and list(ids[:1]) != self._bos:
-            ids = np.concatenate([self._bos, ids])
-            labels = np.concatenate([[IGNORED], labels])
-        if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
-            ids = np.append(ids, self._eos)
-            labels = np.append(labels, self._eos if supervised else IGNORED)
-        head = int(len(ids) > 0 and int(ids[0]) == self._tokenizer.bos_token_id)
-        return Tokens(ids.astype(np.int32), labels.astype(np.int32), head=head)
+    def _labelled(self, ids: np.ndarray, borders: list[int], row: Text) -> Tokens:
+        labels = ids.copy()
+        for first, behind, (_, supervised) in zip([0, *borders], borders, row.pieces, strict=False):
+            if not (supervised or self._all):
+                labels[first:behind] = IGNORED
+        return self._with_ends(ids, labels, is_learned=self._all or row.pieces[-1][1])
+
+    def _with_ends(self, ids: np.ndarray, labels: np.ndarray, *, is_learned: bool) -> Tokens:
+        added = [] if ids[:1].tolist() == self._bos else self._bos
+        end = [] if self._eos is None or ids[-1:].tolist() == [self._eos] else [self._eos]
+        whole, learned = np.empty((2, len(added) + len(ids) + len(end)), dtype=np.int32)
+        begin, behind = len(added), len(added) + len(ids)
+        whole[:begin], whole[begin:behind], whole[behind:] = added, ids, end
+        learned[:begin], learned[begin:behind], learned[behind:] = IGNORED, labels, end if is_learned else IGNORED
+        return Tokens(whole, learned, head=int(len(whole) > 0 and int(whole[0]) == self._tokenizer.bos_token_id))
 
 
 class RowEncoder:
@@ -135,11 +127,11 @@ class RowEncoder:
         Raises:
             ConfigError: as for one row.
         """
-        whole = [row for row in rows if isinstance(row, Text) and all(supervised for _, supervised in row.pieces)]
+        texts = [row for row in rows if isinstance(row, Text)]
         known: dict[int, Tokens | BadRow] = {}
-        if whole:
+        if texts:
             with suppress(TypeError, ValueError):  # then each by itself, to find out which
-                known = dict(zip(map(id, whole), self._text.many(whole), strict=True))
+                known = dict(zip(map(id, texts), self._text.many(texts), strict=True))
         for is_pair in (False, True):
             talks = [row for row in rows if isinstance(row, Conversation) and row.is_pair == is_pair]
             if talks:
@@ -160,7 +152,7 @@ class RowEncoder:
     def _turns(self, row: Conversation) -> dict[str, Any]:
         """A conversation as its encoders take it; where every turn is learned, a prompt is too."""
         learned = None if row.is_completion and self._loss == "all_turns" else row.learned
-        return {"messages": row.messages, "tools": row.tools, "learned": learned}
+        return {"messages": row.messages, "tools": row.tools, "learned": learned, "settings": row.settings}
 
     def _check(self, tokens: Tokens) -> None:
         """Refuse an id that the model does not have; where it has all of the tokenizer's none is looked at."""

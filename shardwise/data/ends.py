@@ -27,6 +27,12 @@ _MARK = re.compile(r"<[^<>\s]+>")
 _LAST_MARK = re.compile(r"(<[^<>\s]+>)\s*$")
 
 
+def mark_at(text: str, place: int) -> str | None:
+    """The mark that begins at ``place``, None where none does."""
+    found = _MARK.match(text, place)
+    return None if found is None else found[0]
+
+
 def spans_with_other_ends(
     messages: list[Message], text: str, render: Render, chosen: Sequence[int]
 ) -> tuple[list[Span], dict[int, str]]:

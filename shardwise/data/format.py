@@ -18,7 +18,8 @@ from shardwise.spec.run import DataFormat
 IGNORED = -100  # a label with this value is not supervised
 Format = DataFormat
 
-_TOKEN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
+_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # 1 where a token is learned
+_TOKEN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask", *_MASKS)
 
 
 class BadRow(ValueError):
@@ -50,6 +51,7 @@ class Conversation:
         learned: the places in ``messages`` that may be supervised; None: all that the loss is taken on.
         is_pair: a question and its answer in two columns; without a chat template it is plain text.
         is_completion: a prompt and its completion; ``learned`` are the turns of the completion.
+        settings: what the row gives to the chat template beside its turns and tools.
     """
 
     messages: list[dict[str, Any]]
@@ -57,6 +59,7 @@ class Conversation:
     learned: tuple[int, ...] | None = None
     is_pair: bool = False
     is_completion: bool = False
+    settings: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,12 @@ Sample = Tokens | Conversation | Text
 
 
 def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | None) -> Tokens:
-    """Ids, labels (missing: the ids) and position ids of a tokenised row.
+    """Ids, labels (missing: the ids) and position ids of a tokenised row. What a mask has 0 for is not learned.
 
     Raises:
         BadRow: a wrong type or length, an id outside ``[0, vocab_size)``, a label that is neither an id nor -100, a
-            position outside ``[0, max_positions)``, or an attention mask with zeros (the row holds padding).
+            position outside ``[0, max_positions)``, an attention mask with zeros (the row holds padding), or a mask
+            of what is learned with something else than 0 and 1.
     """
     for key in value:
         near = nearest(key, _TOKEN_KEYS) if isinstance(key, str) and key not in _TOKEN_KEYS else None
@@ -91,6 +95,9 @@ def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | Non
     if value.get("labels") is not None:
         labels = _integers("labels", value["labels"], len(ids))
         check_ids(labels[labels != IGNORED], vocab_size, f"label (an id, or {IGNORED} for not supervised)")
+    for key in _MASKS:
+        if value.get(key) is not None:
+            labels = np.where(_mask(key, value[key], len(ids)), labels, IGNORED)
     if (
         value.get("attention_mask") is not None
         and not _integers("attention_mask", value["attention_mask"], len(ids)).all()
@@ -102,6 +109,15 @@ def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | Non
         _check_range("position", positions, max_positions, "the model's positions")
         positions = positions.astype(np.int32)
     return Tokens(ids.astype(np.int32), labels.astype(np.int32), positions)
+
+
+def _mask(name: str, values: Any, length: int) -> np.ndarray:
+    """``values`` as bool [length]."""
+    plain = [int(one) if isinstance(one, bool) else one for one in values] if isinstance(values, list) else values
+    found = _integers(name, plain, length)
+    if len(found) and not np.isin(found, (0, 1)).all():
+        raise BadRow(f"{name} holds {found[(found != 0) & (found != 1)][0]}, expected 0 and 1")
+    return found == 1
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, name: str = "id") -> None:

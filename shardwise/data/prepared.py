@@ -199,7 +199,8 @@ def _serves(folder: Path, source: Source) -> bool:
     try:
         counts, data = open_prepared(folder)[1]["counts"], source.run.data
         is_bad = counts["bad"] and data.on_bad_rows == "refuse"
-        return not (is_bad or (counts["dropped"] and data.on_long == "refuse"))
+        is_long = counts["refused"] or (counts["dropped"] and data.on_long == "refuse")
+        return not (is_bad or (is_long and not source.is_look))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import csv
 import difflib
-import gzip
-import io
 import json
 import os
 import sys
@@ -20,15 +18,31 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardwise.data.columns import JSON_COLUMNS
+from shardwise.data.detect import format_of
 from shardwise.data.memory import plain_row
-from shardwise.data.source import BOM, Item, Raw, Record, array_records, convert, decode, local, parse, show
+from shardwise.data.packed import AHEAD, BROKEN, open_unpacked
+from shardwise.data.source import (
+    BOM,
+    Item,
+    Raw,
+    Record,
+    array_records,
+    convert,
+    decode,
+    local,
+    object_records,
+    parse,
+    show,
+    unlocal,
+)
 from shardwise.errors import ConfigError
-from shardwise.spec.data_files import SUFFIXES
+from shardwise.spec.data_files import SUFFIXES, data_suffix, named_files
 
-_AHEAD = 1 << 16  # bytes of a file that are looked at to know what it is
 _BATCH = 1000  # rows of a table that are in memory at once
-_GZIP, _PARQUET, _ARROW = b"\x1f\x8b", b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
+_PARQUET, _ARROW = b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# What a folder of a hub holds beside its rows.
+_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # what the library datasets writes into a folder
 
 
@@ -42,7 +56,8 @@ def read_records(path: Path, max_records: int | None = None) -> list[Record]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The data files that a path stands for: itself, or in order of their names those in a folder and below it.
+    """The data files that a path stands for: itself, or in order of their names those in a folder and below it, or
+    those that it is the pattern of.
 
     A folder that the library ``datasets`` has saved stands for its parts, in their own order.
 
@@ -53,7 +68,10 @@ def files_of(path: Path) -> list[Path]:
     if place.is_file():
         return [path]
     if not place.is_dir():
-        raise _absent(path)
+        named = [unlocal(file) for file in named_files(place)]
+        if not named:
+            raise _absent(path)
+        return named
     if (place / _SAVED_SPLITS).is_file():
         splits = sorted(entry.name for entry in place.iterdir() if (entry / _SAVED).is_file())
         rule = f"is a folder of the splits {', '.join(splits)}"
@@ -84,7 +102,7 @@ def _below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
 
 
 def _is_data(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
+    return bool(data_suffix(name)) and name not in _NO_ROWS
 
 
 def _saved_parts(path: Path) -> list[str]:
@@ -115,8 +133,8 @@ def iter_items(path: Path) -> Iterator[Item]:
     """
     name = show(path)
     try:
-        with _open(path) as file:
-            start = file.peek(_AHEAD)  # type: ignore[attr-defined]
+        with open_unpacked(local(path), name) as file:
+            start = file.peek(AHEAD)  # type: ignore[attr-defined]
             if start.startswith((_PARQUET, *_ARROW)):
                 yield from _table_rows(path, is_parquet=start.startswith(_PARQUET))
             elif start.startswith(_UTF16):
@@ -125,22 +143,13 @@ def iter_items(path: Path) -> Iterator[Item]:
                 yield from _text_items(path, file, start)
     except FileNotFoundError:
         raise _absent(path) from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, zlib.error, *BROKEN) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(name, f"the data file cannot be read ({reason})") from None
 
 
-def _open(path: Path) -> IO[bytes]:
-    place = local(path)
-    file = place.open("rb", buffering=_AHEAD)
-    if file.peek(2).startswith(_GZIP):  # type: ignore[attr-defined]
-        file.close()
-        return io.BufferedReader(gzip.open(place, "rb"), _AHEAD)  # type: ignore[arg-type]
-    return file
-
-
 def _text_items(path: Path, file: IO[bytes], start: bytes) -> Iterator[Item]:
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    suffix = data_suffix(path.name)
     first = start.removeprefix(BOM).lstrip()
     if suffix in (".csv", ".tsv") and not _is_json_line(first):
         return _cells(path, file, start, suffix)
@@ -148,9 +157,11 @@ def _text_items(path: Path, file: IO[bytes], start: bytes) -> Iterator[Item]:
         return _lines_of_text(path, file)
     if first.startswith(b"[") and (suffix == ".json" or not _is_lines_of_lists(first)):
         return array_records(decode(file.read(), show(path)))
-    if suffix == ".json" and first.startswith(b"{") and not _is_json_line(first):
+    if suffix == ".json" and first.startswith(b"{"):
         _refuse_object(path, file)
-    if suffix not in SUFFIXES and first[:1] not in (b"{", b"[", b""):
+        if _is_object_of_lines(first):
+            return object_records(decode(file.read(), show(path)))
+    if not suffix and first[:1] not in (b"{", b"[", b""):
         raise ConfigError(show(path), f"a data file ends in {', '.join(SUFFIXES)}, or holds JSON", "Convert it")
     return _json_lines(file)
 
@@ -191,15 +202,26 @@ def _lines_of_text(path: Path, file: IO[bytes]) -> Iterator[Item]:
             yield Record(number, {"text": text})
 
 
+def _is_object_of_lines(start: bytes) -> bool:
+    """Whether a file begins with an object over several lines."""
+    text = start.decode("utf-8", "ignore")
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in text[:end]
+
+
 def _refuse_object(path: Path, file: IO[bytes]) -> None:
-    """A ``.json`` file that is one object over several lines; one that is broken is left to the reader of lines."""
+    """A ``.json`` file that is one object, of which a part holds the rows."""
     try:
         value = json.loads(decode(file.peek(), show(path)))  # type: ignore[attr-defined]
     except (ValueError, RecursionError, ConfigError):
         return
-    lists = [key for key, item in value.items() if isinstance(item, list)]
-    rule = "the file is one object; expected an array of rows, or one row a line"
-    raise ConfigError(f"{show(path)}:1", rule, f"Its rows may be its {lists[0]!r}: save that alone" if lists else "")
+    lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
+    if format_of(value) is None and lists:
+        rule = "the file is one object; expected an array of rows, or one row a line"
+        raise ConfigError(f"{show(path)}:1", rule, f"Its rows may be its {lists[0]!r}: save that alone")
 
 
 def _cells(path: Path, file: IO[bytes], start: bytes, suffix: str) -> Iterator[Item]:

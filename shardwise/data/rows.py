@@ -83,6 +83,7 @@ class Source:
 
     ``vocab_size`` is the rows of the model's embedding, above every id; ``max_positions`` the longest row that the
     model can take (``data.max_length`` can only lower it); ``max_samples``: read no more than the first so many rows.
+    For a look at rows (``is_look``) those that are too long refuse nothing: they are left out and counted.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class Source:
     vocab_size: int
     max_positions: int | None = None
     max_samples: int | None = None
+    is_look: bool = False
 
     @property
     def name(self) -> str:
@@ -168,7 +170,15 @@ def write_rows(source: Source, found: Iterable[tuple[int, str, Chunk]], writer: 
         notes += [note for note in chunk.notes if note not in notes]  # each process has its own
     limit, data = str(source.limit), source.run.data
     skips, splits = data.on_bad_rows == "skip", data.on_long == "split"
-    tally.check(source.name, writer.num_rows, writer.num_learned, limit, skip_bad=skips, splits=splits)
+    tally.check(
+        source.name,
+        writer.num_rows,
+        writer.num_learned,
+        limit,
+        skip_bad=skips,
+        splits=splits,
+        is_look=source.is_look,
+    )
     told = [f"{source.name}: {line}" for line in [*notes, *tally.notes(source.name, limit)]]
     return {"notes": told, "counts": tally.counts()}
 

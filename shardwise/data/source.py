@@ -15,7 +15,8 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 _WHITESPACE = " \t\r\n"
-BOM = b"\xef\xbb\xbf"
+_MARK = "\ufeff"
+BOM = _MARK.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,21 @@ def local(path: Path) -> Path:
     return Path(os.fsdecode(os.fspath(path).encode("utf-8", "surrogateescape")))
 
 
+def unlocal(path: Path) -> Path:
+    """The path of which :func:`local` makes ``path``."""
+    return Path(os.fsencode(path).decode("utf-8", "surrogateescape"))
+
+
 def parse(item: Item, name: str) -> Record:
     """The record of an item; ``name`` is the file's, for messages.
 
     Raises:
         ConfigError: bytes that are not UTF-8, with their line.
     """
-    return item if isinstance(item, Record) else parse_line(item.line, decode(item.data, name, item.line).strip())
+    if isinstance(item, Record):
+        return item
+    # Files that were put one behind the other may have a mark in the middle.
+    return parse_line(item.line, decode(item.data, name, item.line).strip().removeprefix(_MARK))
 
 
 def decode(data: bytes, name: str, line: int = 1) -> str:
@@ -133,6 +142,20 @@ def array_records(text: str) -> Iterator[Record]:
     if position < len(text):
         line += text.count("\n", counted, position)
         yield Record(line, error="not JSON: something follows the array", is_last=True)
+
+
+def object_records(text: str) -> Iterator[Record]:
+    """Objects that follow each other, each over as many lines as it likes; an error ends them."""
+    decoder, position, line, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
+    while position < len(text):
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            yield Record(line, error=_reason(error), is_last=True)
+            return
+        yield Record(line, value)
+        position = _skip(text, end)
 
 
 def _skip(text: str, position: int) -> int:

@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError
 _SHOWN = 3  # bad rows that one message spells out, and kinds of them
 _SHOWN_COLUMNS = 10
 _VARIES = re.compile(r"'[^']*'|\d+")  # what differs between two reasons of one kind
+_HELD_OUT = re.compile(r"(?:test|valid|validation|val|dev|eval)(?![a-z])")
 Notify = Callable[[str], None]
 
 
@@ -74,7 +75,15 @@ class Tally:
         return shown + (f"; and {len(counted) - _SHOWN} other reasons" if len(counted) > _SHOWN else "")
 
     def check(
-        self, name: str, num_rows: int, num_learned: int, limit: str, *, skip_bad: bool, splits: bool = False
+        self,
+        name: str,
+        num_rows: int,
+        num_learned: int,
+        limit: str,
+        *,
+        skip_bad: bool,
+        splits: bool = False,
+        is_look: bool = False,
     ) -> None:
         """Refuse what a run cannot use.
 
@@ -84,6 +93,7 @@ class Tally:
             limit: what the longest row follows from, in words.
             skip_bad: bad rows are left out; they are refused only where no row is left.
             splits: texts that are too long became several rows, so what is refused is none that can.
+            is_look: rows that are too long are left out.
 
         Raises:
             ConfigError: what :func:`shardwise.data.rows.load_rows` says.
@@ -95,7 +105,7 @@ class Tally:
             raise ConfigError(self.hopeless[0], rule, "Correct it")
         if self.num_bad and not (skip_bad and num_rows):
             raise self._bad_rows(name, skip_bad=skip_bad)
-        if self.refused.count:
+        if self.refused.count and not is_look:
             count, longest = self.refused.count, self.refused.longest
             rule = (
                 f"{self.refused.first_length} tokens are more than {limit} ({count} such rows, the longest {longest})"
@@ -106,9 +116,8 @@ class Tally:
             raise ConfigError(self.refused.first, rule, remedy)
         if not num_learned:
             rule = f"none of {self.num_items} rows has a supervised token, there is nothing to learn"
-            raise ConfigError(
-                name, rule + (f" within {limit}" if self.dropped.count else ""), "Look at the rows' labels"
-            )
+            within = f" within {limit}" if self.dropped.count or self.refused.count else ""
+            raise ConfigError(name, rule + within, "Look at the rows' labels")
 
     def _bad_rows(self, name: str, *, skip_bad: bool) -> ConfigError:
         """One message for all bad rows: the first few spelled out, the rest counted by kind."""
@@ -133,6 +142,7 @@ class Tally:
             "dropped": self.dropped.count,
             "truncated": self.truncated.count,
             "split": self.split.count,
+            "refused": self.refused.count,
         }
 
     def notes(self, name: str, limit: str) -> list[str]:
@@ -141,6 +151,11 @@ class Tally:
         if self.num_bad:
             first = _line(self.first_bad[0][0], name)
             told.append(f"{self.num_bad} bad rows left out, the first {first}: {self.by_reason()}")
+        if self.refused.count:
+            first = _line(self.refused.first, name)
+            told.append(
+                f"{self.refused.count} rows longer than {limit} that cannot be split left out, the first {first}"
+            )
         if self.dropped.count:
             first = _line(self.dropped.first, name)
             told.append(f"{self.dropped.count} rows longer than {limit} dropped, the first {first}")
@@ -150,7 +165,16 @@ class Tally:
             told.append(
                 f"{self.split.count} texts longer than {limit} split, the first {_line(self.split.first, name)}"
             )
-        return told + self._unused(name)
+        return told + self._held_out() + self._unused(name)
+
+    def _held_out(self) -> list[str]:
+        """A line where files to train on lie beside files whose names say that they are for a test."""
+        plain = {file: file.rpartition("/")[2].lower() for file in self.formats}
+        apart = [file for file, base in plain.items() if _HELD_OUT.match(base)]
+        if not apart or not any(base.startswith("train") for base in plain.values()):
+            return []
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        return [f"rows of {apart[0]}{more} are used like the others; a pattern such as train* leaves them out"]
 
     def _unused(self, name: str) -> list[str]:
         """A line for the files that have the same columns without a use."""

@@ -128,9 +128,9 @@ def _unused(value: dict[str, Any], kind: Format | None, columns: Mapping[str, st
     """Columns with text that are not looked at, by the names that they have in the file."""
     if kind is None:
         return []
-    if not columns:
-        return unused_columns(value, kind)
     known = renamed(value, columns)
+    if not columns:
+        return unused_columns(known, kind)
     taken = {columns[key] for key in known.keys() - unused_columns(known, kind)}
     return [key for key, text in value.items() if key not in taken and isinstance(text, str) and text.strip()]
 

@@ -105,6 +105,8 @@ def start_of(before: list[Message], content: str, text: str, render: Render) -> 
     Some generation prompts begin a thought that a finished turn does not have: then it starts where the two part, or
     with its content where that happens to begin alike.
     """
+    if not before:
+        return _start_of_first(content, text, render)
     prompt = render(before, True)
     if text.startswith(prompt):
         return len(prompt)
@@ -114,6 +116,15 @@ def start_of(before: list[Message], content: str, text: str, render: Render) -> 
     parting = len(_whole_marks(text[: _shared(prompt, text)]))
     place = text.rfind(content, len(plain), parting + len(content))
     return place if 0 <= place <= parting < place + len(content) else parting
+
+
+def _start_of_first(content: str, text: str, render: Render) -> int | None:
+    """Where a conversation's own first turn starts if it is an answer: the prompt for it is that behind a question."""
+    question = [{"role": "user", "content": _STAND_INS[0]}]
+    asked, prompt = render(question, False), render(question, True)
+    place = text.find(prompt[len(asked) :]) if prompt.startswith(asked) and len(prompt) > len(asked) else -1
+    start = place + len(prompt) - len(asked)
+    return start if place >= 0 and text.find(content, start) >= 0 else None
 
 
 def _end(turns: list[Message], content: str, text: str, start: int, render: Render) -> int | None:

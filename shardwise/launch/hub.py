@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.util
 import os
@@ -12,12 +13,14 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.launch.paths import check_path, local_path
-from shardwise.spec.data_files import SUFFIXES
+from shardwise.spec.data_files import PACKED, SUFFIXES, data_suffix, named_files
 from shardwise.spec.model import find_model
 
 # What a run needs of a hub's folder: no pickled weights, no other formats of the same.
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
-_DATA_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<split>[\w.-]+))?")
+_DATA_NAME = re.compile(
+    r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<config>[\w.-]+)(?=:))?(?::(?P<split>[\w.-]+(?:\[[\d:%]+\])?))?"
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 
 
@@ -55,7 +58,7 @@ def _fetch(name: str, only_config: bool) -> Path:
 
 
 def locate_rows(key: str, name: str, models_dir: str | Path | None, cache: Path | None) -> str:
-    """The path of the rows that ``name`` stands for: itself, or those of a data set ``org/name[:split]``.
+    """The path of the rows that ``name`` stands for: itself, or those of a data set ``org/name[[:config]:split]``.
 
     Such a data set is looked for under ``models_dir``, as models are, and then fetched by the library ``datasets``,
     which asks Hugging Face's hub or what the variable HF_ENDPOINT names. What it gave is kept in ``cache``. Without a
@@ -69,19 +72,19 @@ def locate_rows(key: str, name: str, models_dir: str | Path | None, cache: Path 
     """
     found = _DATA_NAME.fullmatch(name)
     plain = found["name"] if found else ""
-    if not found or local_path(name).exists() or plain.lower().removesuffix(".gz").endswith(SUFFIXES):
+    if not found or local_path(name).exists() or data_suffix(plain):
         return name
     if not found["split"] and local_path(name).parent.is_dir():  # a file of that folder whose name is wrong
         return name
     split = found["split"] or "train"
-    held = _local_rows(key, name, plain, split, models_dir)
+    held = _local_rows(key, name, plain, (found["config"], split), models_dir)
     if held is not None:
         return held
     if importlib.util.find_spec("datasets") is None:
         rule = "is no file here, and a data set of the hub needs the package datasets, which is not installed"
         raise ConfigError(f"{key} = {name!r}", rule, "Install it: pip install datasets; or give the path of a file")
     try:
-        return _fetch_rows(plain, split, cache)
+        return _fetch_rows(plain, found["config"], split, cache)
     except Exception as error:  # of the network, of the hub, of its library: one message for all
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         rule = f"is no file here, and the hub does not give it ({type(error).__name__}: {reason[:200]})"
@@ -89,8 +92,11 @@ def locate_rows(key: str, name: str, models_dir: str | Path | None, cache: Path 
         raise ConfigError(f"{key} = {name!r}", rule, remedy) from None
 
 
-def _local_rows(key: str, name: str, plain: str, split: str, models_dir: str | Path | None) -> str | None:
-    """What holds the split of a data set ``plain`` that lies on this machine; None where no folder is one of it.
+def _local_rows(
+    key: str, name: str, plain: str, part: tuple[str | None, str], models_dir: str | Path | None
+) -> str | None:
+    """What holds ``part``, a configuration and a split, of a data set ``plain`` that lies on this machine; None where
+    no folder is one of it.
 
     Raises:
         ConfigError: its folder is here, and has no such split.
@@ -99,39 +105,44 @@ def _local_rows(key: str, name: str, plain: str, split: str, models_dir: str | P
     if models_dir is not None:
         bases += [Path(models_dir).expanduser() / plain, Path(models_dir).expanduser() / Path(plain).name]
     folders = [base for base in bases if base.is_dir()]
-    found = next((place for folder in folders if (place := _split_of(folder, split)) is not None), None)
+    found = next((place for folder in folders if (place := _split_of(folder, *part)) is not None), None)
     # A model may have the name of a data set.
     sets = [folder for folder in folders if not (folder / "config.json").is_file()]
     if found is not None or not sets:
         return found
     folder = sets[0]
     shown = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
-    rule = f"the folder {folder} has neither a folder nor a file {split} (it holds {shown})"
+    rule = f"the folder {folder} has neither a folder nor a file {'/'.join(filter(None, part))} (it holds {shown})"
     raise ConfigError(f"{key} = {name!r}", rule, "Name a split that is there, or give the path of a file")
 
 
-def _split_of(folder: Path, split: str) -> str | None:
-    """What holds the split of a data set in ``folder``: a folder or a file of that name; None where nothing does."""
-    bases = (folder / split, folder / "data" / split)
-    places = (place for base in bases for place in (base, *(base.with_name(base.name + end) for end in SUFFIXES)))
-    return next((str(place) for place in places if place.exists()), None)
+def _split_of(folder: Path, config: str | None, split: str) -> str | None:
+    """What holds the split of a data set in ``folder``: a folder or a file of that name, or the files that it was cut
+    into, as a hub has them; None where nothing does.
+    """
+    bases = (folder / config, folder / "data" / config) if config else (folder, folder / "data")
+    ends = ["", *(end + packing for end in SUFFIXES for packing in ("", *PACKED))]
+    found = next((str(base / (split + end)) for base in bases for end in ends if (base / (split + end)).exists()), None)
+    cut = (glob.escape(str(base)) + f"/{split}-[0-9]*-of-[0-9]*{end}" for base in bases for end in SUFFIXES)
+    return found or next((pattern for pattern in cut if named_files(Path(pattern))), None)
 
 
-def _fetch_rows(name: str, split: str, cache: Path | None) -> str:
+def _fetch_rows(name: str, config: str | None, split: str, cache: Path | None) -> str:
     from datasets import load_dataset
 
-    rows = load_dataset(name, split=split)
+    rows = load_dataset(name, config, split=split)
     if cache is None:
         raise OSError("HOME is not set, so there is no cache to keep it in")
     # By its content, as the library names it, so that a data set that changes on the hub is another folder.
     told = hashlib.sha256(f"{name}:{split}:{rows._fingerprint}".encode()).hexdigest()[:16]
-    folder = cache / "hub" / f"{name.replace('/', '--')}--{split}--{told}"
+    shown = "--".join(re.sub(r"[^\w.-]+", "-", part) for part in (*name.split("/"), config, split) if part)
+    folder = cache / "hub" / f"{shown}--{told}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
-            rows.save_to_disk(str(Path(draft) / split))
+            rows.save_to_disk(str(Path(draft) / "rows"))
             if not folder.is_dir():  # another job may have been faster
-                (Path(draft) / split).rename(folder)
+                (Path(draft) / "rows").rename(folder)
     with suppress(OSError):
         os.utime(folder)  # what has not been used for long is removed
     return str(folder)

@@ -23,7 +23,7 @@ from shardwise.launch.paths import check_path, is_path, local_path
 from shardwise.launch.place import Nodes
 from shardwise.log import say
 from shardwise.spec.aliases import translate
-from shardwise.spec.data_files import data_folder
+from shardwise.spec.data_files import data_folder, named_files
 from shardwise.spec.filled import filled_keys
 from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
@@ -264,7 +264,7 @@ def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
     for key, name in _data_paths(run):
-        if name in in_memory or local_path(name).exists():
+        if name in in_memory or local_path(name).exists() or named_files(local_path(name)):
             continue
         rule = f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ def survey(run: RunConfig, plan: Plan, num_shown: int, environ: Mapping[str, str
     """
     lenient = run.data.model_copy(update={"on_bad_rows": "skip", "on_long": _lenient_length(run), "eval": None})
     sources = run_sources(run.model_copy(update={"data": lenient}), plan)
-    found = [_read(source, environ, console) for source in sources]
+    found = [_read(replace(source, is_look=True), environ, console) for source in sources]
     whole = combine([rows for rows, _ in found], run)
     decode = _Decoder(sources[0])
     return {
@@ -64,11 +65,15 @@ def _lenient_length(run: RunConfig) -> str:
 def _refusals(run: RunConfig, counts: list[dict[str, Any]]) -> list[str]:
     """Why training on these rows would be refused, by the settings of the run."""
     bad, long = sum(sum(found["bad"].values()) for found in counts), sum(found["dropped"] for found in counts)
+    whole = sum(found["refused"] for found in counts)
+    remedy = "data.on_long=truncate cuts them, data.on_long=drop leaves them out"
     told = []
     if bad and run.data.on_bad_rows == "refuse":
         told.append(f"{bad} bad rows: correct them, or leave them out with data.on_bad_rows=skip")
     if long and run.data.on_long == "refuse":
-        told.append(f"{long} rows are too long: data.on_long=truncate cuts them, data.on_long=drop leaves them out")
+        told.append(f"{long} rows are too long: {remedy}")
+    if whole:
+        told.append(f"{whole} rows are too long and not learned as a whole, so they cannot be split: {remedy}")
     return told
 
 

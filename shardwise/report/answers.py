@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwise.data.convert import read_turns
+from shardwise.data.convert import read_conversation
 from shardwise.data.detect import format_of
 from shardwise.data.format import BadRow
 from shardwise.data.readers import files_of, read_records
@@ -63,7 +63,7 @@ def _questions(value: Any) -> list[str]:
     if kind not in ("messages", "sharegpt"):
         return []
     try:
-        messages = read_turns(value).messages
+        messages = read_conversation(value).messages
     except BadRow:
         return []
     return [turn["content"] for turn in messages if turn["role"] == "user" and isinstance(turn["content"], str)][:1]

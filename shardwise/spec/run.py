@@ -29,14 +29,18 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 Precision = Literal["fp32", "bf16"]  # in which training computes
 # What the rows of a data file look like; auto: found by looking at them.
-DataFormat = Literal["auto", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "pairs", "text"]
+DataFormat = Literal[
+    "auto", "tokens", "messages", "sharegpt", "segments", "alpaca", "prompt_completion", "pairs", "text"
+]
 
 
 # Names of columns that formats know, which data.columns may give to those of a file.
 COLUMNS = (
     *("messages", "conversations", "tools", "system", "history", "prompt", "query", "response", "completion"),
-    *("instruction", "input", "output", "question", "answer", "context", "text"),
-    *("input_ids", "labels", "position_ids"),
+    *("instruction", "input", "output", "question", "answer", "context", "text", "segments"),
+    *("user", "assistant"),
+    *("input_ids", "labels", "position_ids", "completion_mask", "assistant_masks", "loss_mask"),
+    *("functions", "chat_template_kwargs"),
 )
 Columns = dict[str, str] | None
 

@@ -349,3 +349,13 @@ def test_other_forms_of_rows_follow_the_same_choice(tmp_path: Path, tokenizer: P
     talk["messages"][1]["weight"] = 0  # given, not learned
     assert said(talk, "assistant") == "two<|im_end|>\n"
     assert said(talk, "all_turns") == "Hello<|im_end|>\nHi<|im_end|>\ntwo<|im_end|>\n"
+
+
+def test_a_conversation_may_begin_with_an_answer() -> None:
+    tokenizer = make_tokenizer()
+    talk = [{"role": role, "content": text} for role, text in
+            (("assistant", "Hello"), ("user", "Why?"), ("assistant", "So."))]  # fmt: skip
+    for messages in (talk, [{"role": "system", "content": "Be kind."}, *talk]):
+        for loss, expected in (("assistant", "Hello<|im_end|>\nSo.<|im_end|>\n"), ("last_turn", "So.<|im_end|>\n")):
+            tokens = ChatEncoder(tokenizer, loss=loss)({"messages": messages})
+            assert tokenizer.decode(tokens.labels[tokens.labels != -100]) == expected

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from shardwise.data.columns import renamed
 from shardwise.data.convert import read_row, unused_columns
 from shardwise.data.detect import check_format, format_of
 from shardwise.data.encode import RowEncoder
@@ -98,13 +100,48 @@ def read(value: dict[str, Any]) -> Sample:
         ({"prompt": "1, 2,", "completion": " 3"}, "prompt_completion", Text((("1, 2,", False), (" 3", True)))),
         ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt_completion",
          Conversation(TALK, None, (1,), is_completion=True)),
+        ({"messages": '[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]'}, "messages",
+         Conversation(TALK)),
+        (
+            {"messages": [USER, ASSISTANT | {"train": False}, USER, ASSISTANT | {"train": True}]},
+            "messages",
+            Conversation([*TALK, *TALK], None, (0, 2, 3)),
+        ),
+        ({"messages": [USER | {"loss": None}, ASSISTANT | {"loss": 1}]}, "messages", Conversation(TALK, None, (0, 1))),
+        (
+            {"conversations": [{"from": "human", "value": "1?"}, {"from": "tool_call", "value": json.dumps(
+                {"name": "add", "arguments": {"a": 1}})}, {"from": "tool_response", "value": "1"}]},
+            "sharegpt",
+            [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+             {"role": "tool", "content": "1"}],
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None,
+                                 "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+                          {"role": "function", "name": "add", "content": "1"}],
+             "functions": [{"name": "add"}]},
+            "messages",
+            Conversation([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                          {"role": "tool", "content": "1", "name": "add"}],
+                         [{"type": "function", "function": {"name": "add"}}]),
+        ),
+        ({"conversation": [{"system": "S", "input": "Why?", "output": "So."}, {"input": "Why?", "output": "So."}]},
+         "messages", [{"role": "system", "content": "S"}, *TALK, *TALK]),
+        ({"conversation": [{"human": "Why?", "assistant": "So."}]}, "messages", Conversation(TALK)),
+        ({"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}}, "messages",
+         Conversation(TALK, settings={"enable_thinking": False})),
+        ({"prompt": [USER], "completion": [ASSISTANT], "chat_template_kwargs": '{"a": 1}'}, "prompt_completion",
+         Conversation(TALK, None, (1,), is_completion=True, settings={"a": 1})),
+        ({"segments": [{"label": False, "text": "1+1="}, {"label": True, "text": "2"}]}, "segments",
+         Text((("1+1=", False), ("2", True)))),
         ({"text": "Once", "url": "x"}, "text", Text((("Once", True),))),
         ({"content": "Once"}, "text", Text((("Once", True),))),
     ],
 )  # fmt: skip
 def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: Any) -> None:
-    assert format_of(row) == kind
-    found = read(row)
+    value = renamed(row, None)
+    assert format_of(value) == kind
+    found = read(value)
     assert (found.messages if isinstance(expected, list) and isinstance(found, Conversation) else found) == expected
 
 
@@ -121,6 +158,17 @@ def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: An
         ({"messages": [ASSISTANT | {"tool_calls": {"a": 1}}]}, "turn 1 has a dict as tool_calls"),
         ({"messages": [ASSISTANT | {"weight": 0.5}]}, "turn 1 has weight 0.5"),
         ({"messages": TALK, "tools": "{"}, "tools is not JSON"),
+        ({"messages": [ASSISTANT | {"train": "yes"}]}, "turn 1 has train 'yes'"),
+        ({"messages": [ASSISTANT | {"train": True, "weight": 0}]}, "turn 1 has weight and train that contradict"),
+        ({"messages": [ASSISTANT | {"train_detail": [{"a": 1}]}]}, "turn 1 has train_detail"),
+        ({"messages": TALK, "chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),
+        ({"messages": TALK, "chat_template_kwargs": {"tokenize": True}}, "holds 'tokenize'"),
+        ({"messages": "[{'role': 'user'}]"}, "its messages is a text that is no JSON .*expected an object with"),
+        ({"segments": [{"text": "a"}]}, "segment 1 has label None"),
+        ({"segments": [{"label": True}]}, "segment 1 is no object with text"),
+        ({"segments": [{"label": True, "text": " "}]}, "segments hold no text"),
+        ({"input_ids": [1, 2], "completion_mask": [0, 2]}, "completion_mask holds 2, expected 0 and 1"),
+        ({"input_ids": [1, 2], "assistant_masks": [1]}, "assistant_masks has 1 values for 2 input_ids"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]}, "turn 2 is the second"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "system", "value": "b"}]}, "turn 2 is a system"),
         ({"instruction": "", "output": "b"}, "instruction is empty"),
@@ -132,13 +180,15 @@ def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: An
         ({"mesages": TALK}, "The column 'mesages' looks like 'messages'"),
         ({"Instruction": "a", "Output": "b"}, "The column 'Instruction' looks like 'instruction'"),
         ({"chosen": "a", "rejected": "b"}, "looks like a preference pair"),
+        ({"prompt": "a", "completion": "b", "label": False}, "looks like a completion with a rating"),
         ({"role": "user", "content": "b"}, "looks like a single turn"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_in_its_own_words(row: dict[str, Any], reason: str) -> None:
     def attempt() -> None:
-        check_format(row, format_of(row))
-        read(row)
+        value = renamed(row, None)
+        check_format(value, format_of(value))
+        read(value)
 
     with pytest.raises(BadRow, match=reason):
         attempt()
@@ -183,3 +233,45 @@ def test_turns_that_are_given_are_not_learned() -> None:
     encode = RowEncoder(lambda: tokenizer, None, len(tokenizer))
     tokens = encode(Conversation([*TALK, USER, ASSISTANT | {"content": "Fine."}], learned=(3,)))
     assert tokenizer.decode(tokens.input_ids[tokens.labels != -100]) == "Fine.<|im_end|>\n"
+
+
+def test_settings_of_a_row_reach_its_template() -> None:
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% if calm %}~{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    encode = RowEncoder(lambda: tokenizer, None, len(tokenizer))
+    plain, calm, again = encode.many(
+        [Conversation(TALK), Conversation(TALK, settings={"calm": True}), Conversation(TALK, settings={"calm": False})]
+    )
+    told = [tokenizer.decode(row.labels[row.labels != -100]) for row in (plain, calm, again)]  # type: ignore[union-attr]
+    assert told == ["So.<|im_end|>", "So.<|im_end|>~", "So.<|im_end|>"]
+
+
+def test_pieces_and_completions_are_learned_alike_together_and_alone() -> None:
+    tokenizer = make_tokenizer()
+    encode = RowEncoder(lambda: tokenizer, None, len(tokenizer))
+    rows = [
+        Text((("Hello", False), (" there", True))),
+        Text((("the sea", True),)),
+        Text((("今", True), ("天", False), ("", True), (" fine", True), (" thank you", False))),
+    ]
+    together = encode.many(rows)
+    for row, tokens in zip(rows, together, strict=True):
+        alone = encode(row)
+        assert not isinstance(tokens, BadRow)
+        assert tokens.labels.tolist() == alone.labels.tolist()
+        assert tokens.input_ids.tolist() == alone.input_ids.tolist()
+    told = [tokenizer.decode(tokens.labels[tokens.labels != -100]) for tokens in together]  # type: ignore[union-attr]
+    assert told == [" there</s>", "the sea</s>", "今 fine"]
+
+
+def test_half_a_character_is_named() -> None:
+    tokenizer = make_tokenizer()
+    encode = RowEncoder(lambda: tokenizer, None, len(tokenizer))
+    whole, text, talk = encode.many(
+        [Text((("a", True),)), Text((("a\ud800", True),)), Conversation([USER | {"content": "\udfff"}, ASSISTANT])]
+    )
+    assert not isinstance(whole, BadRow)
+    assert "it holds '\\ud800', one half of a character" in str(text)
+    assert "it holds '\\udfff', one half of a character" in str(talk)

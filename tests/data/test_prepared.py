@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,11 @@ def test_a_look_at_rows_and_a_run_share_a_folder_unless_the_run_refuses_what_the
     good, cache = write(tmp_path / "good.jsonl", TALKS[:3]), tmp_path / "cache"
     looked = prepare(source(model, good, on_bad_rows="skip", on_long="drop"), cache, processes=1)
     assert find_prepared(source(model, good), cache) == looked
+    long = {"on_long": "split", "max_length": 24}
+    wide = write(tmp_path / "wide.jsonl", [TALKS[0], {"messages": [*TALKS[0]["messages"]] * 9}])
+    looked = prepare(replace(source(model, wide, **long), is_look=True), cache, processes=1)
+    assert find_prepared(replace(source(model, wide, **long), is_look=True), cache) == looked
+    assert find_prepared(source(model, wide, **long), cache) is None
     bad = write(tmp_path / "bad.jsonl", [*TALKS[:3], {"messages": []}])
     looked = prepare(source(model, bad, on_bad_rows="skip", on_long="drop"), cache, processes=1)
     assert find_prepared(source(model, bad), cache) is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.readers import files_of, read_records
-from shardwise.data.rows import CHUNK
+from shardwise.data.rows import CHUNK, Rows
 from shardwise.errors import ConfigError
 from tests.data.helpers import load, make_tokenizer, write
 from tests.long import EVERYTHING
@@ -37,6 +39,13 @@ def table(rows: list[dict[str, Any]], delimiter: str = ",") -> str:
     return out.getvalue()
 
 
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: bytes(pa.compress(data, codec="zstd", asbytes=True)),
+    ".lz4": lambda data: bytes(pa.compress(data, codec="lz4", asbytes=True)),
+}
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 ARRAY = json.dumps(ROWS, ensure_ascii=False, indent=1)
 
@@ -56,12 +65,58 @@ ARRAY = json.dumps(ROWS, ensure_ascii=False, indent=1)
         ("d.tsv", table(ROWS, "\t")),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str, content: str, packed: bool) -> None:
+@pytest.mark.parametrize("packed", ["", *PACKERS])
+def test_the_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str, content: str, packed: str) -> None:
     data = content.encode("utf-8")
-    path = tmp_path / (name + ".gz" * packed)
-    path.write_bytes(gzip.compress(data) if packed else data)
+    (tmp_path / "rows").mkdir()
+    path = tmp_path / "rows" / (name + packed)
+    path.write_bytes(PACKERS[packed](data) if packed else data)
     assert values(path) == ROWS
+    if "." in name:
+        assert files_of(tmp_path / "rows") == [path]
+
+
+def test_a_broken_packing_is_named_and_an_archive_refused(tmp_path: Path) -> None:
+    for packed, pack in PACKERS.items():
+        path = tmp_path / f"d.jsonl{packed}"
+        path.write_bytes(pack(LINES.encode() * 100)[:-20])
+        with pytest.raises(ConfigError, match=r"d\.jsonl\..*: the data file cannot be read"):
+            read_records(path)
+    path.write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(ConfigError, match=r"is an archive of several files. Unpack it: unzip"):
+        read_records(path)
+
+
+def test_a_pattern_stands_for_its_files_and_a_file_of_that_very_name_for_itself(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/1.jsonl", "b/1.txt", "c/d/3.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, [{"text": name}])
+    names = lambda pattern: [str(path.relative_to(tmp_path)) for path in files_of(tmp_path / pattern)]  # noqa: E731
+    assert names("b/*.jsonl") == ["b/1.jsonl", "b/2.jsonl"]
+    assert names("**/*.jsonl") == ["b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
+    write(tmp_path / "b" / "[1].jsonl", [{"text": "x"}])
+    assert names("b/[1].jsonl") == ["b/[1].jsonl"]
+    with pytest.raises(ConfigError, match="there is no such data file"):
+        files_of(tmp_path / "b" / "*.csv")
+    assert [row.file for row in load_texts(tmp_path / "b" / "?.jsonl")] == [
+        str(tmp_path / f"b/{n}.jsonl") for n in "12"
+    ]
+
+
+def load_texts(path: Path, **given: Any) -> Rows:
+    tokenizer = make_tokenizer()
+    return load(path, len(tokenizer), tokenizer=lambda: tokenizer, **given)
+
+
+def test_a_folder_with_a_test_set_is_read_whole_and_a_line_says_so(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "validation-0.jsonl", "testimony.jsonl"):
+        write(tmp_path / name, [{"text": name}])
+    said: list[str] = []
+    assert len(load_texts(tmp_path, notify=said.append)) == 3
+    (line,) = said
+    assert f"rows of {tmp_path / 'validation-0.jsonl'} are used like the others" in line
+    load_texts(tmp_path / "t*", notify=said.append)
+    assert len(said) == 1
 
 
 def test_tables_of_arrow_give_the_same_rows(tmp_path: Path) -> None:

@@ -41,6 +41,16 @@ def test_token_rows_with_labels_positions_and_defaults(tmp_path: Path) -> None:
     assert first.input_ids.dtype == first.labels.dtype == np.int32
 
 
+def test_what_a_mask_has_0_for_is_not_learned(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 0, 1]},
+        {"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1], "completion_mask": [True, True, False]},
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "loss_mask": [1, 0, 1]},
+    ]
+    found = [row.labels.tolist() for row in load(write(tmp_path / "d.jsonl", rows))]
+    assert found == [[-100, -100, 3], [-100, 2, -100], [-100, -100, 3]]
+
+
 def test_row_hash_is_sha256_of_little_endian_int32() -> None:
     ids = [1, 70_000, 131]
     assert row_hash(make_row(0, ids)) == hashlib.sha256(struct.pack("<3i", *ids)).hexdigest()[:16]
@@ -198,6 +208,15 @@ def test_columns_are_read_under_the_names_that_are_given_to_them(tmp_path: Path)
     assert said == [f"{path}: columns with text that are not used: instruction, output"]
     with pytest.raises(ConfigError, match=r"d\.jsonl:2: has no column 'reply', which data\.columns names as response"):
         load(write(path, [row, {"q": "Hello"}]), len(tokenizer), **given)
+
+
+def test_turns_as_text_are_used(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(), list[str]()
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    path = write(tmp_path / "d.jsonl", [{"messages": json.dumps(talk), "note": "x"}])
+    (row,) = load(path, len(tokenizer), tokenizer=lambda: tokenizer, notify=said.append)
+    assert tokenizer.decode(row.labels[row.labels != -100]) == "Hi<|im_end|>\n"
+    assert said == [f"{path}: columns with text that are not used: note"]
 
 
 def test_a_renamed_column_of_a_table_in_text_holds_json_as_under_its_known_name(tmp_path: Path) -> None:

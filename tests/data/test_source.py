@@ -23,6 +23,20 @@ def test_blank_lines_bom_and_carriage_returns_are_no_rows(tmp_path: Path) -> Non
     assert [(r.line, r.value, r.error) for r in read_records(path)] == [(1, {"a": 1}, ""), (4, {"a": 2}, "")]
 
 
+def test_files_that_were_put_one_behind_the_other_have_a_mark_in_the_middle(tmp_path: Path) -> None:
+    path = file(tmp_path, b'\xef\xbb\xbf{"a": 1}\n\xef\xbb\xbf{"a": "\xef\xbb\xbf"}\r\n')
+    assert [(r.line, r.value, r.error) for r in read_records(path)] == [(1, {"a": 1}, ""), (2, {"a": "\ufeff"}, "")]
+
+
+def test_objects_over_several_lines_follow_each_other(tmp_path: Path) -> None:
+    path = file(tmp_path, '{\n "a": 1\n}\n\n{\n "a": 2}{"a": 3}\n', "d.json")
+    assert [(r.line, r.value) for r in read_records(path)] == [(1, {"a": 1}), (5, {"a": 2}), (6, {"a": 3})]
+    *_, broken = read_records(file(tmp_path, '{\n "a": 1\n}\n{"a": \n', "d.json"))
+    assert (broken.line, broken.is_last) == (4, True)
+    one = file(tmp_path, json.dumps({"messages": [{"role": "user", "content": "a"}]}, indent=1), "one.json")
+    assert [r.value["messages"][0]["role"] for r in read_records(one)] == ["user"]
+
+
 def test_a_line_separator_inside_a_string_ends_no_line(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
     path = file(tmp_path, json.dumps({"t": text}, ensure_ascii=False) + "\n" + '{"t": 2}\n')
@@ -73,6 +87,7 @@ def test_a_broken_array_names_the_line(tmp_path: Path, text: str, line: int, rea
     ("name", "content", "words"),
     [
         ("d.json", '{\n"rows": [{"a": 1}]}', ["d.json:1", "one object", "'rows'"]),
+        ("d.json", '{"rows": [{"a": 1}], "version": 2}\n', ["d.json:1", "one object", "'rows'"]),
         ("d.jsonl", '{"a": 1}\n{"a": "你好"}'.encode("gbk"), ["d.jsonl:2", "not UTF-8", "GBK", "iconv"]),
         ("d.jsonl", b'{"a": 1}\n\n{"a": "\xff\xff"}', ["d.jsonl:3", "not UTF-8"]),
         ("d.jsonl", '{"a": 1}'.encode("utf-16"), ["UTF-16", "iconv"]),

@@ -137,12 +137,12 @@ class Fetched:
 
 
 def test_a_data_set_of_a_hub_is_fetched_once_for_each_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, ...]] = []
     library = ModuleType("datasets")
     library.__spec__ = ModuleSpec("datasets", None)
 
-    def load_dataset(name: str, split: str) -> Fetched:
-        asked.append((name, split))
+    def load_dataset(name: str, config: str | None, split: str) -> Fetched:
+        asked.append((name, split) if config is None else (name, config, split))
         if split == "nowhere":
             raise ValueError('Unknown split "nowhere"')
         return Fetched(f"{name} {split}")
@@ -162,6 +162,8 @@ def test_a_data_set_of_a_hub_is_fetched_once_for_each_content(tmp_path: Path, mo
     assert asked == [("somebody/rows", "train"), ("somebody/rows", "train"), ("somebody/rows", "test")]
     assert [record.value for record in read_records(files_of(Path(other))[0])] == [{"text": "somebody/rows test"}]
     assert len(list((tmp_path / "cache" / "hub").iterdir())) == 2
+    locate_rows("data.train", "somebody/rows:main:train[:100]", None, tmp_path / "cache")
+    assert asked[-1] == ("somebody/rows", "main", "train[:100]")
     with pytest.raises(ConfigError, match=r"data.train = 'somebody/rows:nowhere'.*Unknown split.*HF_ENDPOINT"):
         locate_rows("data.train", "somebody/rows:nowhere", None, tmp_path / "cache")
 
@@ -182,6 +184,14 @@ def test_a_data_set_lies_in_a_folder_of_models_or_is_refused_with_what_to_instal
     assert locate_rows("data.eval", "somebody/rows:test", tmp_path / "models", None) == str(held / "test.jsonl")
     with pytest.raises(ConfigError, match=r"neither a folder nor a file train \(it holds test.jsonl\)"):
         locate_rows("data.train", "somebody/rows", tmp_path / "models", None)
+    for name in ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "main/test.jsonl.zst"):
+        (held / name).parent.mkdir(exist_ok=True)
+        (held / name).write_text("{}")
+    (held / "data" / "train-notes.parquet").write_text("{}")
+    whole = locate_rows("data.train", "somebody/rows", tmp_path / "models", None)
+    assert [path.name for path in files_of(Path(whole))] == [f"train-0000{n}-of-00002.parquet" for n in range(2)]
+    place = locate_rows("data.train", "somebody/rows:main:test", tmp_path / "models", None)
+    assert place == str(held / "main" / "test.jsonl.zst")
     model = make_folder(tmp_path / "models" / "twin")  # with the last part of a data set's name
     with pytest.raises(ConfigError, match="pip install datasets"):
         locate_rows("data.train", "somebody/twin", tmp_path / "models", None)

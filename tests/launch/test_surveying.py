@@ -53,6 +53,20 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_is_wrong_is_counted(tmp_
     assert "training would refuse 3 bad rows" in text
 
 
+def test_a_long_conversation_among_texts_that_are_split_is_counted(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "talks.jsonl", [talk("Fine"), talk("a " * 200)])
+    write(tmp_path / "rows" / "texts.jsonl", [{"text": "a " * 200}])
+    given = [str(tmp_path / "rows"), "--model", str(model), "data.on_long=split", "data.max_length=64"]
+    answer = json.loads(show(*given, "--json"))
+    (source,) = answer["sources"]
+    assert (source["split"], source["refused"], source["dropped"]) == (1, 1, 0)
+    assert source["rows"] > 3
+    (reason,) = answer["refused"]
+    assert "1 rows are too long and not learned as a whole" in reason
+    assert "that cannot be split left out, the first on line 2" in "".join(answer["notes"])
+
+
 def test_a_cache_that_cannot_be_written_to_is_done_without(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
