@@ -19,6 +19,7 @@ from shardwise.measure.samples import CollectiveSample, Samples
 
 _RINGS = ("all_reduce", "all_gather")  # what the wire is fitted on; other collectives take so many times its seconds
 _ALONE_BANDWIDTH, _ALONE_LATENCY = 1e9, 1e-4  # of links that one process never uses
+_FAST, _CHANNELS, _FEW_CHANNELS = 100e9, 24, 8  # bytes/s of NVLink, over which NCCL opens more channels than over PCIe
 
 
 def fits_of(samples: Samples) -> dict[str, Fitted]:
@@ -74,16 +75,18 @@ def profile_of(samples: Samples, name: str) -> dict[str, Any]:
         if kind == "products" and precision != main:
             peaks[precision] = fitted.values["rate"] / efficiency
     wire, send = (fits[key].values if key in fits else None for key in ("collectives", "send"))
+    bandwidth = wire["bandwidth"] if wire else _ALONE_BANDWIDTH
     link = {
         "name": "processes" if samples.device_type == "cpu" else "devices",
         "devices": 0,
-        "bandwidth": wire["bandwidth"] if wire else _ALONE_BANDWIDTH,
+        "bandwidth": bandwidth,
         "latency": wire["latency"] if wire else _ALONE_LATENCY,
         "efficiency": 1.0,
         # Not as the wire of a pair: that would bound collectives too, which were timed themselves.
         "send_bandwidth": send["bandwidth"] if send else 0.0,
         "send_latency": send["latency"] if send else 0.0,
         "ring": _is_ring(samples),
+        "channels": _CHANNELS if bandwidth >= _FAST else _FEW_CHANNELS,
         "factors": {name: fitted.values["factor"] for name, fitted in fits.items() if "factor" in fitted.values},
     }
     at_once = samples.processes * samples.threads

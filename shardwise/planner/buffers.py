@@ -17,10 +17,8 @@ from shardwise.spec.block import PartCosts
 from shardwise.spec.cluster import ClusterSpec
 
 # NCCL keeps three buffers for each neighbour and channel: 4 MiB (NCCL_BUFFSIZE), and in its low-latency protocols 0.5
-# and 4.7 MiB (sizes in its sources). A ring and a tree have three neighbours; there are some 24 channels over fast
-# links in a node, 8 over others.
-_NEIGHBOUR_BYTES, _NEIGHBOURS, _CHANNELS, _FEW_CHANNELS = 9.2 * 2**20, 3, 24, 8
-_FAST = 100e9  # bytes/s of a device, from which links are that
+# and 4.7 MiB (sizes in its sources). A ring and a tree have three neighbours.
+_NEIGHBOUR_BYTES, _NEIGHBOURS = 9.2 * 2**20, 3
 _HCCL_BYTES = 2 * 200e6  # of a communicator: HCCL_BUFFSIZE to send, and as much to receive
 
 
@@ -46,9 +44,8 @@ def _communicator_sizes(cluster: ClusterSpec) -> tuple[float, float]:
         return _HCCL_BYTES, _HCCL_BYTES
     if cluster.device_type == "cpu":
         return 0.0, 0.0
-    neighbour = _NEIGHBOURS * _NEIGHBOUR_BYTES
-    fast = cluster.links[0].bandwidth >= _FAST
-    return (_CHANNELS if fast else _FEW_CHANNELS) * neighbour, _FEW_CHANNELS * neighbour
+    inside, between = (link.channels * _NEIGHBOURS * _NEIGHBOUR_BYTES for link in (cluster.links[0], cluster.links[-1]))
+    return inside, between
 
 
 def bucket_bytes(parts: Sequence[Placed], layout: Layout, work: Work) -> float:

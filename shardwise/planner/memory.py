@@ -10,11 +10,11 @@ from shardwise.planner.buffers import bucket_bytes, communicator_bytes, update_b
 from shardwise.planner.compute import amount_bytes, product_weights, rank_parameters, rank_tokens
 from shardwise.planner.data import dense_and_expert
 from shardwise.planner.halves import stage_waiting_bytes
-from shardwise.planner.host import Freed, heap_bytes, heap_of_blocks, heap_of_others
+from shardwise.planner.host import Freed, heap_bytes, heap_of_blocks, heap_of_head, heap_of_others
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.parts import ENDS, Placed
 from shardwise.planner.simulate import peak_bytes
-from shardwise.planner.state import STATE, gathered_bytes, gradients_apart, state_terms, summed_bytes
+from shardwise.planner.state import STATE, gathered_bytes, gradients_apart, state_terms
 from shardwise.spec.block import Amount, PartCosts, RecomputeLevel
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.schedule import Action
@@ -49,10 +49,12 @@ def rank_memory(
     kinds = list({(id(one[0]), one[2]): one for one in parts}.values())  # each once, however often the rank has it
     terms["workspace"] = max(float(workspace_bytes(part, level, layout, work)) for part, _, level in kinds)
     terms["gathered"] = _gathered(kinds, layout, work) + bucket_bytes(parts, layout, work)
-    if layout.zero and work.ours:  # the ends' sum, when nothing of the passes is left
+    if layout.zero and work.ours:
+        # The ends are summed last, when nothing of the passes is left: a copy of their gradients, which themselves are
+        # freed before gloo makes another one.
         ends = sum(dense_and_expert([one for one in parts if one[0].name in ENDS], layout, trainable=True))
-        passing = terms["activations"] + terms["logits"] + terms["workspace"]
-        terms["gathered"] += max(float(ends) * summed_bytes(work) - passing, 0.0)
+        passing = sum(terms[name] for name in ("activations", "logits", "workspace", "gathered"))
+        terms["gathered"] += max(float(ends) * work.sent_gradient_bytes - passing, 0.0)
     if gradients_apart(layout, work):
         terms = _larger(terms, ("gradients",), ("activations", "logits"))
     if work.kept_bytes:
@@ -60,7 +62,8 @@ def rank_memory(
     if work.counted == "first step":
         terms = _first_step(terms, update_bytes(parts, layout, work), work)
     elif work.counted == "process":
-        terms["heap"] = heap_bytes(terms, layout, _freed(parts, max(alone), layout, work))
+        has_head = any(placed[0].name == "head" for placed in parts)
+        terms["heap"] = heap_bytes(terms, layout, _freed(parts, max(alone), layout, work), has_head)
     elif work.counted != "tensors":
         terms["slack"] = SLACK * (terms["activations"] + terms["logits"] + terms["workspace"])
     terms |= _of_device(layout, work, cluster)
@@ -101,7 +104,7 @@ def block_heap_bytes(part: PartCosts, level: RecomputeLevel, layout: Layout, wor
     placed = [(part, 1, level)]
     gradients = state_terms(placed, layout, work)["gradients"]
     if part.name in ENDS:
-        return heap_of_blocks(layout, gradients, Freed(0.0))
+        return heap_of_blocks(layout, gradients, Freed(0.0)) + (heap_of_head(layout) if part.name == "head" else 0.0)
     held, trained = (
         sum(dense_and_expert(placed, layout, trainable)) * work.sent_weight_bytes for trainable in (False, True)
     )

@@ -405,9 +405,11 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     beside_head = np.maximum(rates.workspace_last - rates.workspace, 0.0) * slack
     beside_first = np.maximum(rates.workspace_first - rates.workspace, 0.0) * slack
     first = base + ends[0] + rates.saved_first * inflight * slack + np.where(pp == 1, ends[1], 0.0)
-    with_head = rates.saved_last * slack + np.maximum(beside_head, beside_first)
+    logits = other_heap_bytes(rates.saved_last, layout, job.work) - other_heap_bytes(0.0, layout, job.work)
+    logits = logits + rates.saved_last * slack
+    with_head = logits + np.maximum(beside_head, beside_first)
     first = first + np.where(pp == 1, with_head, beside_first)
-    last = base + ends[1] + rates.saved_last * slack + beside_head
+    last = base + ends[1] + logits + beside_head
     heap = sum(times * block_heap_bytes(kind, layout.recompute, layout, job.work) for kind, times in _kinds(job))
     heap = heap / num_blocks * (layout.zero > 0)
     state = state - heap

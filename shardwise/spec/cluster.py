@@ -61,6 +61,7 @@ class Link:
         send_bandwidth: bytes/s of a message from one device to another, where it was timed apart from collectives,
             and ``send_latency`` its seconds; 0: as collectives.
         ring: a collective takes a step for each further member (gloo); else one for each doubling of their number.
+        channels: that the communication library opens in a group inside it (NCCL), each with buffers of its own.
         factors: by collective, how many times longer it takes than the formula has it (gloo sums to all where it is to
             scatter).
     """
@@ -74,6 +75,7 @@ class Link:
     send_bandwidth: float = 0.0
     send_latency: float = 0.0
     ring: bool = False
+    channels: int = 8
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def send_seconds(self, num_bytes: Any) -> Any:
@@ -196,6 +198,7 @@ def _checked(cluster: ClusterSpec) -> ClusterSpec:
         if link.ring not in (True, False):
             rule = "must be true or false"
             raise ConfigError(f"cluster profile: links.{link.name}.ring = {link.ring!r}", rule, "Write false")
+        _check_whole(f"links.{link.name}.channels", link.channels, 1)
         _check_named(f"links.{link.name}.factors", link.factors, _COLLECTIVES, 1000.0)
     _check_levels(cluster.links)
     return cluster

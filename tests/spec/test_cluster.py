@@ -68,6 +68,7 @@ def test_a_stack_adds_at_most_three_numbers() -> None:
         (("links", 0, "pair_bandwidth"), float("nan"), "pair_bandwidth = nan: must be a number 0 or above"),
         (("links", 0, "efficiency"), 80, "efficiency = 80: must be above 0 and at most 1. Write 0.8"),
         (("links", 0, "factors"), {"all_gathr": 2.0}, "all_gathr: .* Did you mean all_gather"),
+        (("links", 0, "channels"), 2.5, "channels = 2.5: must be a whole number of 1 or above. Write 2"),
         (("links", 0, "ring"), "yes", "must be true or false"),
         (("chip", "half_size"), float("inf"), "half_size = inf"),
         (("chip", "attention_efficiency"), 45.0, "attention_efficiency = 45.0: .* at most 10"),
