@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,36 +65,59 @@ def _cells(columns: Columns) -> Columns:
 
 
 def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, float]:
-    """Plans made of the candidates with the best guesses, how many were looked at, and a bound on all others."""
+    """Plans made of the candidates with the best guesses, how many were looked at, and a bound on all others.
+
+    Those of the first tables are looked at as if there were no others. Of other tables only those are whose guess is
+    near the best plan, so that more tables never make it slower.
+    """
     columns = sweep.pool.columns
+    can = sweep.runnable(columns)
     done: set[int] = set()
     plans: list[Planned] = []
-    for some in (np.arange(len(sweep.pool)), np.flatnonzero(sweep.runnable(columns))):
-        order = some[np.argsort(columns["seconds"][some], kind="stable")]
-        order = _with_others_first(columns, order, top)
-        own: list[Planned] = []
-        counts: Counter[tuple[float, ...]] = Counter()
-        for looked_at, index in enumerate(order.tolist()):
-            guess = float(columns["seconds"][index])
-            near = not own or guess < _NEAR * min(plan.step_seconds for plan in own)
-            if (looked_at >= REFINED and len(own) >= min(top, REFINED) and not near) or looked_at >= _MOST_REFINED:
-                break
-            kind = tuple(columns[name][index] for name in _DEGREES)
-            if index in done or counts[kind] >= _MOST_ALIKE:
-                continue
-            done.add(index)
-            counts[kind] += 1
-            plan, need = refine(job, candidate_of(job, columns, index))
-            if plan is not None:
-                own.append(replace(plan, not_runnable=not_runnable(plan.candidate, job.work.precision)))
-            else:
-                sweep.refused_need = min(sweep.refused_need, need)
-        plans += own
+    for table in range(len(job.by_table)):
+        of_table = columns["table"] == table
+        for some, only_runnable in ((of_table, False), (of_table & can, True)):
+            rivals = [plan for plan in plans if not (only_runnable and plan.not_runnable)] if table else []
+            order = np.flatnonzero(some)
+            order = order[np.argsort(columns["seconds"][order], kind="stable")]
+            plans += _refine_in_order(job, sweep, _with_others_first(columns, order, top), (rivals, done), top)
     left = np.ones(len(sweep.pool), dtype=bool)
     left[list(done)] = False
     bound = min(_bound(job, {name: column[left] for name, column in columns.items()}), sweep.bound)
     sweep.forget()
     return plans, len(done), bound
+
+
+def _refine_in_order(
+    job: Job, sweep: Sweep, order: np.ndarray, known: tuple[Sequence[Planned], set[int]], top: int
+) -> list[Planned]:
+    """Plans made of rows of the pool in their order, until their guesses are behind.
+
+    Args:
+        known: plans that these must be near, without which a number of rows is looked at in any case; and the rows that
+            were looked at before, to which these are added.
+    """
+    columns = sweep.pool.columns
+    rivals, done = known
+    own: list[Planned] = []
+    counts: Counter[tuple[float, ...]] = Counter()
+    for looked_at, index in enumerate(order.tolist()):
+        guess = float(columns["seconds"][index])
+        near = guess < _NEAR * min((plan.step_seconds for plan in (*rivals, *own)), default=float("inf"))
+        enough = bool(rivals) or (looked_at >= REFINED and len(own) >= min(top, REFINED))
+        if (enough and not near) or looked_at >= _MOST_REFINED:
+            break
+        kind = tuple(columns[name][index] for name in _DEGREES)
+        if index in done or counts[kind] >= _MOST_ALIKE:
+            continue
+        done.add(index)
+        counts[kind] += 1
+        plan, need = refine(job, candidate_of(job, columns, index))
+        if plan is not None:
+            own.append(replace(plan, not_runnable=not_runnable(plan.candidate, job.work.precision)))
+        else:
+            sweep.refused_need = min(sweep.refused_need, need)
+    return own
 
 
 def _bound(job: Job, columns: Columns) -> float:
@@ -165,5 +188,5 @@ def _degrees(candidate: Candidate) -> Hashable:
 
 
 def _manner(candidate: Candidate) -> Hashable:
-    names = ("micro_batch_size", "schedule", "virtual_stages", "sequence_parallel", "level", "zero")
+    names = ("micro_batch_size", "schedule", "virtual_stages", "sequence_parallel", "tp_whole", "level", "zero")
     return _degrees(candidate), tuple(getattr(candidate, name) for name in names)

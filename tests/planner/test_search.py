@@ -97,7 +97,7 @@ def test_nothing_that_was_passed_over_is_faster(name: str, memory: float) -> Non
     every = []
     for least, most in ((2, 4), (1, 2), (0, 1)):
         for group in groups_of(wanted, enumerate_space(wanted, least, most)):
-            columns = judge(wanted, group, group.columns)[0].columns
+            columns = judge(group, group.columns)[0].columns
             for index in range(len(columns["tp"])):
                 plan, _ = refine(wanted, candidate_of(wanted, columns, index))
                 if plan is not None:
