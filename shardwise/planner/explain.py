@@ -98,7 +98,7 @@ def table_lines(job: Job, first: Planned) -> list[str]:
             more = other.plan.estimate.memory_bytes - first.estimate.memory_bytes
             size = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} of a device"
             lines.append(f"{words} it {loss(first, other.plan)}; {size}")
-    return lines and [f"tensor axis by {name_of(first.candidate.tp_whole)}; " + lines[0], *lines[1:]]
+    return lines and [f"tp by {name_of(first.candidate.tp_whole)}; " + lines[0], *lines[1:]]
 
 
 def _gives_up_sequence(first: Planned, other: UnderTable) -> bool:

@@ -76,11 +76,12 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
     plans: list[Planned] = []
     for table in range(len(job.by_table)):
         of_table = columns["table"] == table
-        for some, only_runnable in ((of_table, False), (of_table & can, True)):
-            rivals = [plan for plan in plans if not (only_runnable and plan.not_runnable)] if table else []
+        for some, number in ((of_table, top), (of_table & can, 1)):
+            known = plans if number == top else [plan for plan in plans if not plan.not_runnable]
             order = np.flatnonzero(some)
-            order = order[np.argsort(columns["seconds"][order], kind="stable")]
-            plans += _refine_in_order(job, sweep, _with_others_first(columns, order, top), (rivals, done), top)
+            order = _with_others_first(columns, order[np.argsort(columns["seconds"][order], kind="stable")], top)
+            least = 0 if table and known else REFINED
+            plans += _refine_in_order(job, sweep, order, (known, done), (least, number))
     left = np.ones(len(sweep.pool), dtype=bool)
     left[list(done)] = False
     bound = min(_bound(job, {name: column[left] for name, column in columns.items()}), sweep.bound)
@@ -89,26 +90,26 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
 
 
 def _refine_in_order(
-    job: Job, sweep: Sweep, order: np.ndarray, known: tuple[Sequence[Planned], set[int]], top: int
+    job: Job, sweep: Sweep, order: np.ndarray, so_far: tuple[Sequence[Planned], set[int]], numbers: tuple[int, int]
 ) -> list[Planned]:
     """Plans made of rows of the pool in their order, until their guesses are behind.
 
     Args:
-        known: plans that these must be near, without which a number of rows is looked at in any case; and the rows that
-            were looked at before, to which these are added.
+        so_far: the plans that these must beat, and the rows that were looked at, to which these are added.
+        numbers: of rows that are looked at in any case, and of plans that are wanted.
     """
     columns = sweep.pool.columns
-    rivals, done = known
+    (known, done), (least, wanted) = so_far, numbers
     own: list[Planned] = []
     counts: Counter[tuple[float, ...]] = Counter()
     for looked_at, index in enumerate(order.tolist()):
-        guess = float(columns["seconds"][index])
-        near = guess < _NEAR * min((plan.step_seconds for plan in (*rivals, *own)), default=float("inf"))
-        enough = bool(rivals) or (looked_at >= REFINED and len(own) >= min(top, REFINED))
+        every = [*known, *own]
+        near = columns["seconds"][index] < _NEAR * min((plan.step_seconds for plan in every), default=np.inf)
+        enough = looked_at >= least and len(every) >= min(wanted, REFINED)
         if (enough and not near) or looked_at >= _MOST_REFINED:
             break
         kind = tuple(columns[name][index] for name in _DEGREES)
-        if index in done or counts[kind] >= _MOST_ALIKE:
+        if index in done or counts[kind] >= _MOST_ALIKE or columns["bound"][index] > _slowest_told(every, wanted):
             continue
         done.add(index)
         counts[kind] += 1
@@ -118,6 +119,15 @@ def _refine_in_order(
         else:
             sweep.refused_need = min(sweep.refused_need, need)
     return own
+
+
+def _slowest_told(plans: Sequence[Planned], number: int) -> float:
+    """Seconds above which a plan is none of the ``number`` best with other degrees."""
+    best: dict[Hashable, float] = {}
+    for plan in plans:
+        kind = _spread(plan.candidate)
+        best[kind] = min(best.get(kind, np.inf), plan.step_seconds)
+    return sorted(best.values())[number - 1] if len(best) >= number else np.inf
 
 
 def _bound(job: Job, columns: Columns) -> float:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from shardwise.planner.job import Job, Planned
 from shardwise.planner.refine import refine
 
-FIRST = "that leave least whole"
-
 
 @dataclass(frozen=True)
 class UnderTable:
@@ -48,5 +46,5 @@ def under_other_tables(job: Job, chosen: Planned) -> list[UnderTable]:
 
 
 def name_of(tp_whole: float | None) -> str:
-    """How sentences call the tables of one ``tp_whole``."""
-    return f"the tables {FIRST}" if tp_whole is None else f"the tables of tp_whole={tp_whole:g}"
+    """How sentences call the table of one ``tp_whole``."""
+    return "the table that leaves least whole" if tp_whole is None else f"the table of tp_whole={tp_whole:g}"
