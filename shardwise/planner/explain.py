@@ -109,13 +109,14 @@ def why(job: Job, found: Found) -> list[str]:
     """Sentences: what the first plan spends its time on, and by what each other one loses."""
     first = found.plans[0]
     terms = sorted(first.estimate.time_terms.items(), key=lambda term: -term[1])
-    parts = ", ".join(f"{name} {value / first.step_seconds:.0%}" for name, value in terms[:4])
+    parts = ", ".join(f"{name} {value / first.step_seconds:.0%}" for name, value in terms[:4] if value)
     sentences = [f"{first.candidate}: of {first.step_seconds:.3g} s a step, {parts}"]
     sentences += [f"{_apart(first.candidate, other.candidate)} {loss(first, other)}" for other in found.plans[1:2]]
     sentences += table_lines(job, first)
     if first.candidate.devices < job.devices:
         left = job.devices - first.candidate.devices
-        sentences.append(f"{left} of {job.devices} devices stay idle: no split that uses them is faster")
+        some = f"{left} of {job.devices} devices stay{'s' if left == 1 else ''} idle"
+        sentences.append(f"{some}: no split that uses {'it' if left == 1 else 'them'} is faster")
     if first.not_runnable:
         other = next((plan for plan in found.plans if not plan.not_runnable), None)
         words = f"not runnable yet: {first.not_runnable}"
@@ -179,8 +180,8 @@ def describe(candidate: Candidate) -> str:
     """The degrees and what else tells two plans apart, in a line."""
     parts = [str(candidate), f"micro-batch {candidate.micro_batch_size}"]
     if candidate.pp > 1:
-        several = f" x{candidate.virtual_stages}" if candidate.virtual_stages > 1 else ""
-        parts.append(candidate.schedule + several)
+        chunks = f" x{candidate.virtual_stages}" if candidate.virtual_stages > 1 else ""
+        parts.append(candidate.schedule + chunks)
     if candidate.tp_whole is not None:
         parts.append(f"tp_whole {candidate.tp_whole:g}")
     if candidate.sequence_parallel:
@@ -188,7 +189,8 @@ def describe(candidate: Candidate) -> str:
     if candidate.reshard:
         parts.append("reshard")
     if candidate.level != "none":
-        number = "" if candidate.recomputed < 0 else f" of the first {candidate.recomputed} blocks"
+        several = candidate.recomputed
+        number = "" if several < 0 else " of the first block" if several == 1 else f" of the first {several} blocks"
         parts.append(f"recompute {candidate.level}{number}")
     return ", ".join(parts)
 
