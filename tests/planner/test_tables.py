@@ -27,7 +27,7 @@ from shardwise.spec.cluster import ClusterSpec, load_cluster
 
 GIB = 2**30
 MODEL = "qwen3-0.6b"
-DEFAULT_ALONE = ("megatron-", "pangu-alpha")  # well-known ones without other tables
+DEFAULT_ALONE = "megatron-"  # well-known ones without other tables
 
 
 @cache
