@@ -293,6 +293,8 @@ COMMANDS: dict[str, Check] = {
     "train.global_batch_size=64 data.max_length=2048": plans_a_model,
     "shardwise plan --model llama2-7b --cluster a100-80gb --devices 8 --memory 40GiB --top 3 --json": plans_a_model,
     "shardwise plan --model llama2-7b --cluster ascend-910b2 --devices 8 --explain": plans_a_model,
+    "shardwise plan --model llama3-8b --cluster h100-80gb --devices 8 --memory 10TiB tp=8 sequence_parallel=false "
+    "train.global_batch_size=8 data.max_length=4096": plans_a_model,
     "shardwise train run.yaml cluster=cpu devices=4": is_valid_run,
     f"{PLAIN_RUN} devices=4": is_valid_run,
     **MEASURING,

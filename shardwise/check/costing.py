@@ -7,28 +7,29 @@ What its amounts lose against the whole model is what the ranks share.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from shardwise.check.amounts import Fit, make_amount, make_fit, shared_elements
+from shardwise.check.amounts import make_amount, shared_elements
 from shardwise.check.description import illegal_by_numbers
+from shardwise.check.metered import LENGTHS, Passes, SplitModel
+from shardwise.check.tables import ProvenTables
 from shardwise.errors import PlanError
 from shardwise.models.build import build_on_meta
 from shardwise.models.describe import describe_sizes
-from shardwise.models.meter import Meter, MeteredProduct, Tally
-from shardwise.models.passes import Tallies, is_expert_stack, metered_pass, part_of, thin
-from shardwise.models.structure import Structure, find_structure, text_config
-from shardwise.parallel.tensor import proven_table
+from shardwise.models.meter import MeteredProduct, Tally
+from shardwise.models.passes import Tallies, is_expert_stack, part_of
+from shardwise.models.structure import find_structure, text_config
 from shardwise.spec.block import (
     Amount,
     Attention,
+    BlockTables,
     Collective,
     ModelCosts,
     Parameters,
@@ -37,59 +38,17 @@ from shardwise.spec.block import (
     RecomputeLevel,
     TensorSplit,
 )
-from shardwise.spec.layout import ParamLayout
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.strategy import legal_tensor_degrees
+from shardwise.tensor.alternatives import offered_shares
 from shardwise.tensor.cache import TableCache
-from shardwise.tensor.execute import apply_table
+from shardwise.tensor.edited import same_split
 from shardwise.tensor.table import ShardingTable, Style
 
-LENGTHS = (256, 512, 1024)
+MOST_TABLES = 3  # beside the first ones, that the costs are told of
 DEGREES = (1, 2, 4, 8, 16)
 _OUTER = (Style.COLUMN, Style.COLUMN_GATHER, Style.VOCAB_HEAD)
 _INNER = (Style.ROW, Style.ROW_SPLIT)
-
-
-class CountingRank:
-    """Rank 0 of a tensor group that is not there: its collectives have the right shapes, and are counted."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.meter: Meter | None = None
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self._sent("all_reduce", tensor.numel())
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._sent("all_gather", self.size * tensor.numel())
-        return torch.stack([tensor] * self.size)
-
-    def reduce_scatter(self, tensors: torch.Tensor) -> torch.Tensor:
-        self._sent("reduce_scatter", tensors.numel())
-        return tensors[0].clone()
-
-    def _sent(self, op: str, elements: int) -> None:
-        if self.meter is not None:
-            self.meter.sent(op, elements)
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A model on meta, and what its parts are made from."""
-
-    model: PreTrainedModel
-    structure: Structure
-    spec: ModelSpec
-    tables: Mapping[int, ShardingTable]
-    sliced: Mapping[int, ShardingTable]  # with the residual stream cut along the sequence, where that can be
-    rules: Mapping[int, str]
-
-    @property
-    def lowest(self) -> int:
-        """The least degree that splits; 1 where none does."""
-        return min((degree for degree in self.tables if degree > 1), default=1)
 
 
 def model_costs(
@@ -118,14 +77,16 @@ def model_costs(
     model = build_on_meta(folder, attention, torch.bfloat16)
     structure = find_structure(model)
     spec = describe_sizes(model, structure, folder)
-    find = partial(proven_table, model, tables=cache, whole=whole)
+    proven = ProvenTables(model, cache)
+    find = partial(proven.find, whole=whole)
     tables, rules = _tables(find, spec, _usual_degrees(spec) if degrees is None else degrees, tell)
     sliced = _sliced_tables(find, [degree for degree in tables if degree > 1])
-    described = _Model(model, structure, spec, tables, sliced, rules)
+    described = SplitModel(model, structure, spec, tables, sliced, rules)
     tell("passes on fake tensors")
-    passes = _Passes(described)
+    passes = Passes(described)
     parts = {part: _part(described, passes, part) for part in passes.parts}
     tied = structure.tied
+    others = _other_tables(described, passes, proven, tell) if whole is None else ()
     return ModelCosts(
         name=name or folder.resolve().name,
         hidden_size=spec.hidden_size,
@@ -137,7 +98,46 @@ def model_costs(
         tied=tied,
         tied_parameters=model.get_submodule(structure.head).weight.numel() if tied else 0,
         num_experts=spec.num_experts,
+        tables=others,
+        blocks=structure.blocks,
     )
+
+
+def _other_tables(
+    first: SplitModel, passes: Passes, proven: ProvenTables, tell: Callable[[str], None]
+) -> tuple[BlockTables, ...]:
+    """What blocks cost under some of the tables that leave more whole than the first ones and move less."""
+    found: list[BlockTables] = []
+    seen = [first.tables[first.lowest]]
+    for share in offered_shares(first.tables[first.lowest], MOST_TABLES):
+        tell(f"tables within tp_whole={share:g}")
+        other = _within(first, proven, share)
+        if other is None or any(same_split(other.tables[other.lowest], one) for one in seen):
+            continue
+        seen.append(other.tables[other.lowest])
+        own = Passes(other, passes)
+        kinds = range(max(first.structure.kinds) + 1)
+        found.append(BlockTables(share, tuple(_part(other, own, part_of(kind)) for kind in kinds)))
+    return tuple(found)
+
+
+def _within(first: SplitModel, proven: ProvenTables, share: float) -> SplitModel | None:
+    """The model under the tables within a share; a degree where they are the first ones has a rule. None: all have."""
+    tables, rules = {1: first.tables[1]}, dict(first.rules)
+    ends = (first.structure.embedding, first.structure.head)
+    for degree, usual in list(first.tables.items())[1:]:
+        try:
+            table = proven.find(degree, whole=share)
+        except PlanError as error:
+            rules[degree] = error.rule
+            continue
+        assert table.cost is not None
+        assert usual.cost is not None
+        if table.cost.moved < usual.cost.moved and all(table.style(end) == usual.style(end) for end in ends):
+            tables[degree] = table
+        else:
+            rules[degree] = f"no other table is within tp_whole={share:g}"
+    return replace(first, tables=tables, sliced={}, rules=rules) if len(tables) > 1 else None
 
 
 def _usual_degrees(spec: ModelSpec) -> list[int]:
@@ -173,65 +173,7 @@ def _sliced_tables(find: Callable[..., ShardingTable], degrees: Sequence[int]) -
     return found
 
 
-class _Passes:
-    """Tallies of all passes that the amounts need."""
-
-    def __init__(self, whole: _Model) -> None:
-        self.lowest = whole.lowest
-        tables = {1: whole.tables[1], self.lowest: whole.tables[self.lowest]}
-        self.half = {t: _metered(whole, table, torch.bfloat16, LENGTHS) for t, table in tables.items()}
-        try:
-            self.single = {t: _metered(whole, table, torch.float32, LENGTHS) for t, table in tables.items()}
-        except Exception:  # stacks of experts have no product in fp32: then the dtype of each tensor tells
-            self.single = {}
-        self.collectives = {t: _short(whole, table) for t, table in whole.tables.items() if t > 1}
-        self.sliced = {t: _short(whole, table) for t, table in whole.sliced.items()}
-
-    def sequence(self, degree: int) -> Tallies | None:
-        """With the residual stream cut along the sequence; None where that cannot be."""
-        return self.sliced.get(degree)
-
-    @property
-    def parts(self) -> list[str]:
-        """Names of the parts that ran."""
-        return sorted({part for part, _ in self.half[1][LENGTHS[0]]})
-
-    def amount(self, part: str, backward: bool, take: Callable[[Tally, bool], float]) -> tuple[Fit, ...]:
-        """Fits of a quantity: (half, single) precision, each (whole model, one rank of the lowest degree).
-
-        ``take(tally, halves)``: its bytes, or of these those of elements of two bytes.
-        """
-
-        def fit(passes: Mapping[int, Tallies], halves: bool) -> Fit:
-            return make_fit({n: take(found.get((part, backward), Tally()), halves) for n, found in passes.items()})
-
-        half = [fit(self.half[t], False) for t in (1, self.lowest)]
-        if self.single:
-            return (*half, *(fit(self.single[t], False) for t in (1, self.lowest)))
-        # In fp32 what had two bytes has four.
-        doubled = [one + fit(self.half[t], True) for one, t in zip(half, (1, self.lowest), strict=True)]
-        return (*half, *doubled)
-
-
-def _metered(whole: _Model, table: ShardingTable, dtype: torch.dtype, lengths: Sequence[int]) -> dict[int, Tallies]:
-    """Tallies by length, of rank 0 under ``table``."""
-    model = thin(whole.model, whole.structure).to(dtype)
-    group = CountingRank(table.degree)
-    if table.degree > 1:
-        layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in model.named_parameters()}
-        apply_table(model, table, group, layouts)
-
-    def connect(meter: Meter) -> None:
-        group.meter = meter
-
-    return {n: metered_pass(model, whole.structure, 1, n, connect) for n in lengths}
-
-
-def _short(whole: _Model, table: ShardingTable) -> Tallies:
-    return _metered(whole, table, torch.bfloat16, LENGTHS[:1])[LENGTHS[0]]
-
-
-def _part(whole: _Model, passes: _Passes, part: str) -> PartCosts:
+def _part(whole: SplitModel, passes: Passes, part: str) -> PartCosts:
     middle = LENGTHS[1]
     tally = passes.half[1][middle][part, False]
     blocks = list(whole.model.get_submodule(whole.structure.blocks).children())
@@ -255,7 +197,7 @@ def _part(whole: _Model, passes: _Passes, part: str) -> PartCosts:
     )
 
 
-def _traffic(passes: _Passes, part: str, ratio: float, *, backward: bool) -> Amount:
+def _traffic(passes: Passes, part: str, ratio: float, *, backward: bool) -> Amount:
     """Bytes of elementwise work; ``ratio``: the share of experts, where the pass does not tell."""
 
     def dense(tally: Tally, halves: bool) -> float:
@@ -270,7 +212,7 @@ def _traffic(passes: _Passes, part: str, ratio: float, *, backward: bool) -> Amo
     return replace(amount, expert=inner, routed=routed)
 
 
-def _saved(passes: _Passes, part: str, level: RecomputeLevel) -> Amount:
+def _saved(passes: Passes, part: str, level: RecomputeLevel) -> Amount:
     def chosen(tally: Tally, halves: bool, of_experts: bool) -> float:
         if part.startswith("block") and level == "full":
             return 0.0 if of_experts else float(tally.entry_bytes)
@@ -291,7 +233,7 @@ def _saved(passes: _Passes, part: str, level: RecomputeLevel) -> Amount:
     return replace(dense, expert=experts.split, expert_bytes=experts.split_bytes, routed=routed)
 
 
-def _parameters(whole: _Model, part: str, table: ShardingTable) -> tuple[Parameters, Parameters]:
+def _parameters(whole: SplitModel, part: str, table: ShardingTable) -> tuple[Parameters, Parameters]:
     """Weights of a part as ``table`` cuts them: all, and those that train."""
     sums = {True: Parameters(), False: Parameters()}
     for name, parameter, of_experts in _part_weights(whole, part):
@@ -302,7 +244,7 @@ def _parameters(whole: _Model, part: str, table: ShardingTable) -> tuple[Paramet
     return sums[True] + sums[False], sums[True]
 
 
-def _part_weights(whole: _Model, part: str) -> list[tuple[str, nn.Parameter, bool]]:
+def _part_weights(whole: SplitModel, part: str) -> list[tuple[str, nn.Parameter, bool]]:
     """(name, parameter, of a stack of experts) of a part, a tied one in the first that has it."""
     model, structure = whole.model, whole.structure
     inside = f"{structure.blocks}."
@@ -325,7 +267,7 @@ def _part_weights(whole: _Model, part: str) -> list[tuple[str, nn.Parameter, boo
     return found
 
 
-def _product(whole: _Model, product: MeteredProduct, length: int) -> Product:
+def _product(whole: SplitModel, product: MeteredProduct, length: int) -> Product:
     name = product.parameter or "product"
     module, _, _ = name.rpartition(".")
     table = whole.tables[whole.lowest]
@@ -339,7 +281,7 @@ def _product(whole: _Model, product: MeteredProduct, length: int) -> Product:
     return Product(label, product.inner, product.outer, split, product.tokens / length, product.copies)
 
 
-def _attention(whole: _Model, passes: _Passes, part: str, block: nn.Module) -> Attention | None:
+def _attention(whole: SplitModel, passes: Passes, part: str, block: nn.Module) -> Attention | None:
     spec, config = whole.spec, text_config(whole.model)
     tally = passes.half[1][LENGTHS[1]][part, False]
     split = _splits_heads(tally, passes.half[passes.lowest][LENGTHS[1]][part, False])
@@ -374,7 +316,7 @@ def _splits_heads(whole: Tally, rank: Tally) -> bool:
     return rank is whole or heads(rank) < heads(whole)
 
 
-def _degree(whole: _Model, passes: _Passes, part: str, degree: int) -> TensorSplit:
+def _degree(whole: SplitModel, passes: Passes, part: str, degree: int) -> TensorSplit:
     if degree in whole.rules:
         return TensorSplit(degree, whole.rules[degree])
     if degree == 1:

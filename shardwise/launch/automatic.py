@@ -131,8 +131,8 @@ def _with_first(run: RunConfig, job: Job, found: Found) -> PlannedRun:
     say(f"predicted: {first.step_seconds:.3g} s a step of {rows}, {memory} a device")
     for sentence in why(job, found):
         say(f"why: {sentence}")
-    others = {name: getattr(run.strategy, name) for name in ("gradient_aggregation_group", "tp_whole")}
-    strategy = StrategyConfig(**first.candidate.fields(), **others)
+    buckets = run.strategy.gradient_aggregation_group
+    strategy = StrategyConfig(**first.candidate.fields(), gradient_aggregation_group=buckets)
     update: dict[str, Any] = {"strategy": strategy, "devices": first.candidate.devices}
     if _is_here(run):
         update["train"] = run.train.model_copy(update={"global_batch_size": job.rows})

@@ -19,7 +19,7 @@ from shardwise.launch.row_length import row_length
 from shardwise.planner.adapters import ALL_LINEAR, Lora, adapted
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
-from shardwise.planner.known import known_costs, known_models, with_degrees
+from shardwise.planner.known import known_costs, known_models, known_within, with_degrees
 from shardwise.planner.layout import Work
 from shardwise.spec.aliases import translate
 from shardwise.spec.block import ModelCosts
@@ -75,11 +75,9 @@ def _described(run: RunConfig, environ: Mapping[str, str]) -> tuple[ModelSpec, M
         if run.attn_implementation == "eager":
             rule = f"the costs of the well-known {run.model} are those of sdpa"
             raise ConfigError("attn_implementation = 'eager'", rule, "Leave it out, or give a folder with config.json")
-        if run.strategy.tp_whole is not None:
-            rule = f"the costs of the well-known {run.model} are those of its first tables alone"
-            value = f"strategy.tp_whole = {run.strategy.tp_whole}"
-            raise ConfigError(value, rule, "Give the model's folder, or leave it out")
-        return known_costs(run.model)
+        known_model, costs = known_costs(run.model)
+        share = run.strategy.tp_whole
+        return known_model, costs if share is None else known_within(run.model, costs, share)
     try:
         models_dir = run.models_dir or environ.get("SHARDWISE_MODELS_DIR")
         folder = locate_model(run.model, models_dir, only_config=True)
@@ -264,10 +262,7 @@ def save_page(text: str, path: Path) -> None:
 def runnable_plan(job: Job, found: Found) -> Plan | None:
     """The best plan that the runtime can execute, as it reads it; None if none was found."""
     best = next((plan.candidate for plan in found.plans if not plan.not_runnable), None)
-    if best is None:
-        return None
-    strategy = replace(best.strategy(), tp_whole=job.fixed.get("tp_whole"))
-    return Plan(job.model, strategy, job.rows, device_type(job.cluster))
+    return None if best is None else Plan(job.model, best.strategy(), job.rows, device_type(job.cluster))
 
 
 def device_type(cluster: ClusterSpec) -> DeviceType:

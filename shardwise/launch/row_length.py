@@ -40,7 +40,9 @@ def row_length(run: RunConfig, max_positions: int) -> RowLength:
     """
     given = run.data.max_length
     most = min(given or max_positions, max_positions)
-    limit = "data.max_length" if given is not None and given <= max_positions else "the positions of the model"
+    limit = "the positions of the model" + (", fewer than data.max_length" if given is not None else "")
+    if given is not None and given <= max_positions:
+        limit = "data.max_length"
     if run.data.packing and given is not None:
         return RowLength(most, f"packed rows fill {limit}")
     sources = data_sources(run.data.train) if run.data.train else []

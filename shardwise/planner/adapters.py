@@ -14,19 +14,19 @@ ALL_LINEAR = "all-linear"
 _NO_LINEAR = re.compile(r"(^|\.)(gate|router|product)$")  # routers are weights of classes of their own
 _EMBEDDINGS = re.compile(r"(^|[._])(emb\w*|wte|wpe|embed_\w+)$")
 _OPERATORS = 4  # of an adapter: two products, its scale, the sum with what the layer gives
+# Of usual families, for costs that do not name the list of blocks.
 _PREFIXES = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers", "backbone.layers")
-_MOST_BLOCKS = 200  # whose numbers a pattern may name
+_ENDS = ("embedding", "head", TIED_COPY)
 
 
 @dataclass(frozen=True)
 class Lora:
     """Rank, and which linear layers get an adapter or train whole, as ``lora`` of run.yaml has them.
 
-    What is named in one block counts in all blocks of its kind.
-
     Args:
         targets: names or ends of names; a text is a pattern for whole names, or ``all-linear``: all but the head.
-        whole: ends of names of modules that train whole beside the adapters (``modules_to_save``).
+        whole: ends of names of modules that train whole beside the adapters (``modules_to_save``); norms are too small
+            to count.
         dropout: of what enters an adapter; above 0 each keeps an input of its own, and the mask.
     """
 
@@ -36,22 +36,49 @@ class Lora:
     dropout: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """Names of products of a block that get an adapter, and of those that train whole."""
+
+    adapted: frozenset[str]
+    whole: frozenset[str]
+
+
 def adapted(costs: ModelCosts, lora: Lora) -> ModelCosts:
     """The model with nothing to train but adapters and what ``lora`` names to be trained whole.
+
+    Blocks of one kind that differ in what trains become kinds of their own.
 
     Raises:
         ConfigError: a target that is no linear layer of the model.
     """
     _check(costs, lora)
+    kinds: dict[tuple[int, _Chosen], int] = {}
+    order = [
+        kinds.setdefault((kind, _chosen(costs.kinds[kind], _block_names(costs, block), lora)), len(kinds))
+        for block, kind in enumerate(costs.order)
+    ]
+
+    def blocks(own: Sequence[PartCosts]) -> tuple[PartCosts, ...]:
+        return tuple(_part(own[kind], lora, chosen) for kind, chosen in kinds)
+
     ends = {"embedding": costs.embedding, "head": costs.head}
     whole = {name for name, part in ends.items() if any(_is_end(entry, part) for entry in lora.whole)}
     whole |= set(ends) if costs.tied and whole else set()
+
+    def end(part: PartCosts) -> PartCosts:
+        if part.name in whole:
+            return part
+        return _part(part, lora, _chosen(part, ("",), lora))
+
     return replace(
         costs,
-        kinds=tuple(_part(kind, lora, False) for kind in costs.kinds),
-        more=tuple(_part(part, lora, False) for part in costs.more),
-        embedding=_part(costs.embedding, lora, "embedding" in whole),
-        head=_part(costs.head, lora, "head" in whole),
+        kinds=blocks(costs.kinds),
+        order=tuple(order),
+        more=tuple(map(end, costs.more)),
+        embedding=end(costs.embedding),
+        head=end(costs.head),
+        tables=tuple(replace(one, kinds=blocks(one.kinds)) for one in costs.tables),
     )
 
 
@@ -67,18 +94,15 @@ def adapter_parameters(costs: ModelCosts) -> int | None:
     return number or None
 
 
-def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
-    """A part with adapters at its targets, everything else frozen unless it trains ``whole``."""
-    own = [one for one in part.products if not whole and _is_target(one, part, lora)]
-    base = part.trainable if whole else Parameters()
-    products = [one if whole else replace(one, trainable=False) for one in part.products]
+def _part(part: PartCosts, lora: Lora, chosen: _Chosen) -> PartCosts:
+    """A part with adapters at its targets, everything else frozen unless it trains whole."""
+    own = [one for one in part.products if one.name in chosen.adapted]
+    products = [replace(one, trainable=one.name in chosen.whole) for one in part.products]
+    base = _sizes([one for one in part.products if one.name in chosen.whole])
     if not own:
         return replace(part, trainable=base, products=tuple(products))
     more = [adapter for one in own for adapter in _adapter(one, lora.rank)]
-    size = Parameters()
-    for one in more:
-        number = one.inner * one.outer
-        size = size + (Parameters(whole=number) if one.split == "none" else Parameters(split=number))
+    size = _sizes(more)
     degrees = [d if d.whole is None else replace(d, whole=d.whole + size.whole) for d in part.degrees]
     # The scale reads and writes what the adapter gives, the sum reads it too; backward one pass over each.
     wide = {
@@ -86,7 +110,12 @@ def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
         False: sum(p.outer for p in own if p.split != "outer"),
     }
     traffic = Amount(split=5.0 * wide[True], whole=5.0 * wide[False])
-    kept = Amount(whole=float(lora.rank * len(own))) + (_dropped(own) if lora.dropout else Amount())
+    kept = Amount(whole=float(lora.rank * len(own)))
+    if lora.dropout:
+        dropped = _dropped(own)
+        kept = kept + dropped
+        # Each way it reads what comes in, and the mask or writes it, and writes what goes on.
+        traffic = traffic + dropped + Amount(split=dropped.split, whole=dropped.whole)
     return replace(
         part,
         parameters=part.parameters + size,
@@ -95,9 +124,17 @@ def _part(part: PartCosts, lora: Lora, whole: bool) -> PartCosts:
         forward_traffic=part.forward_traffic + traffic,
         backward_traffic=part.backward_traffic + traffic,
         saved={level: amount if level == "full" else amount + kept for level, amount in part.saved.items()},
-        operators=part.operators + _OPERATORS * len(own),
+        operators=part.operators + (_OPERATORS + int(lora.dropout > 0)) * len(own),
         degrees=tuple(degrees),
     )
+
+
+def _sizes(products: Sequence[Product]) -> Parameters:
+    size = Parameters()
+    for one in products:
+        kind = "expert" if one.copies > 1 else "whole" if one.split == "none" else "split"
+        size = size + Parameters(**{kind: one.inner * one.outer * one.copies})
+    return size
 
 
 def _dropped(products: Sequence[Product]) -> Amount:
@@ -116,41 +153,58 @@ def _adapter(product: Product, rank: int) -> tuple[Product, Product]:
     )
 
 
-def _is_target(product: Product, part: PartCosts, lora: Lora) -> bool:
+def _chosen(part: PartCosts, prefixes: Sequence[str], lora: Lora) -> _Chosen:
+    """What of a part is named, whose products' names begin with one of ``prefixes``."""
+    names = {one.name: [f"{prefix}{one.name}" for prefix in prefixes] for one in part.products}
+    whole = frozenset(name for name, full in names.items() if _is_saved(full, lora) and part.name not in _ENDS)
+    targets = (one.name for one in part.products if _is_target(one, names[one.name], part, lora))
+    return _Chosen(frozenset(targets) - whole, whole)
+
+
+def _block_names(costs: ModelCosts, block: int) -> tuple[str, ...]:
+    """With what names of modules in a block may begin."""
+    return tuple(f"{prefix}.{block}." for prefix in ((costs.blocks,) if costs.blocks else _PREFIXES))
+
+
+def _is_target(product: Product, names: Sequence[str], part: PartCosts, lora: Lora) -> bool:
     if product.copies > 1 or _NO_LINEAR.search(product.name) or part.name == TIED_COPY:
         return False
     if lora.targets == ALL_LINEAR:
-        return part.name not in ("embedding", "head")
+        return part.name not in _ENDS
     if isinstance(lora.targets, str):
-        return any(re.fullmatch(lora.targets, name) for name in _full_names(product, part))
-    return any(_ends_with(entry, product.name) for entry in lora.targets)
+        return any(re.fullmatch(lora.targets, name) for name in names)
+    return any(_matches(entry, name) for entry in lora.targets for name in names)
 
 
-def _full_names(product: Product, part: PartCosts) -> list[str]:
-    """Names that a pattern can mean: of a block's layer with any number, under the prefixes of usual families."""
-    if part.name in ("embedding", "head"):
-        return [product.name]
-    blocks = [f"{prefix}.{number}" for prefix in _PREFIXES for number in range(_MOST_BLOCKS)]
-    return [product.name, *(f"{block}.{product.name}" for block in blocks)]
+def _is_saved(names: Sequence[str], lora: Lora) -> bool:
+    """Whether an entry of ``modules_to_save`` is the end of a name, or of that of a module around it."""
+    return any(_around(name, entry) for name in names for entry in lora.whole)
 
 
-def _ends_with(entry: str, name: str) -> bool:
-    """Whether one is the other, or the end of it: entries may be whole names, products' names begin in their block."""
-    return name == entry or name.endswith(f".{entry}") or entry.endswith(f".{name}")
+def _around(name: str, entry: str) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:stop]).endswith(entry) for stop in range(1, len(parts) + 1))
+
+
+def _matches(entry: str, name: str) -> bool:
+    return name == entry or name.endswith(f".{entry}")
 
 
 def _is_end(entry: str, part: PartCosts) -> bool:
     if part.name == "head":
-        return any(_ends_with(entry, product.name) for product in part.products)
+        return any(product.name.endswith(entry) or _matches(product.name, entry) for product in part.products)
     return _EMBEDDINGS.search(entry) is not None
 
 
 def _check(costs: ModelCosts, lora: Lora) -> None:
-    parts = (*costs.kinds, costs.head)
-    names = list(dict.fromkeys(p.name for part in parts for p in part.products if p.copies == 1))
-    entries: Sequence[str] = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
-    for entry in entries:
-        one = replace(lora, targets=entry if isinstance(lora.targets, str) else (entry,))
-        if not any(_is_target(product, part, one) for part in parts for product in part.products):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names if not _NO_LINEAR.search(name)))
+    if lora.targets == ALL_LINEAR:
+        return
+    blocks = dict.fromkeys((kind, block) for block, kind in enumerate(costs.order))
+    parts = [(costs.kinds[kind], _block_names(costs, block)) for kind, block in blocks] + [(costs.head, ("",))]
+    products = [one for part in (*costs.kinds, costs.head) for one in part.products if one.copies == 1]
+    for entry in (lora.targets,) if isinstance(lora.targets, str) else lora.targets:
+        one = replace(lora, targets=entry if isinstance(lora.targets, str) else (entry,), whole=())
+        if not any(_chosen(part, names, one).adapted for part, names in parts):
+            names = [product.name for product in products if not _NO_LINEAR.search(product.name)]
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise ConfigError(f"lora.target_modules = {entry!r}", "matches no linear layer", f"Names here: {known}")

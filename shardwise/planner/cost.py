@@ -53,7 +53,10 @@ def estimate(costs: ModelCosts, cluster: ClusterSpec, layout: Layout, work: Work
     """
     stages = stage_parts(costs, layout)
     known: dict[tuple[int, str], Passes] = {}
-    passes = [_stage_passes(parts, known, layout, work, cluster) for parts in stages]
+    passes = [
+        _stage_passes(parts, known, layout, (work, cluster), splits_backward(layout.schedule, stage))
+        for stage, parts in enumerate(stages)
+    ]
     lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
     memory = tuple(
         rank_memory([stages[s] for s in layout.stages_of(rank)], actions, layout, work, cluster)
@@ -95,10 +98,11 @@ def _stage_passes(
     parts: Sequence[Placed],
     known: dict[tuple[int, str], Passes],
     layout: Layout,
-    work: Work,
-    cluster: ClusterSpec,
+    on: tuple[Work, ClusterSpec],
+    in_halves: bool,
 ) -> Passes:
     """Seconds of one micro-batch through a stage; ``known`` keeps those of parts that other stages hold too."""
+    work, cluster = on
     sums: tuple[list[Terms], list[Terms], list[Terms]] = ([], [], [])
     for placed in parts:
         part, times, level = placed
@@ -111,6 +115,8 @@ def _stage_passes(
         host = {"pipeline": work.host.stage_pass * cluster.chip.kernel_seconds}
         for terms in sums[:2]:
             terms.append(host)
+    if in_halves:
+        sums[1].append({"pipeline": sum(times * deferred_seconds(part, work, cluster) for part, times, _ in parts)})
     return Passes(*(add_terms(*terms) for terms in sums))
 
 
@@ -118,9 +124,6 @@ def _placed_passes(placed: Placed, layout: Layout, work: Work, cluster: ClusterS
     """Seconds of one part; under ZeRO-3 with what of its traffic compute does not hide."""
     part, _, level = placed
     one = part_passes(part, replace(layout, recompute=level), work, cluster)
-    if layout.schedule == "zero_bubble":
-        deferred = {"pipeline": deferred_seconds(part, work, cluster)}
-        one = replace(one, backward=add_terms(one.backward, deferred))
     if layout.zero != 3:
         return one
     gather, gather_and_sum = sharded_terms((part, 1, level), layout, work, cluster)

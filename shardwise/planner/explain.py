@@ -10,6 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.planner.job import Candidate, Found, Job, Planned, without
 from shardwise.planner.search import search
 from shardwise.planner.space import context_degrees, divisors
+from shardwise.planner.tables import UnderTable, name_of, under_other_tables
 from shardwise.spec.strategy import legal_tensor_degrees
 from shardwise.units import format_bytes
 
@@ -39,6 +40,7 @@ def answer(job: Job, found: Found) -> dict[str, Any]:
             for one in found.rejected
         ],
         "why": why(job, found),
+        "tables": _tables(job, found.plans[0]),
         "batch": batch_equation(job, found.plans[0].candidate),
         "placement": placement(job, found.plans[0].candidate),
         "legal_degrees": legal_degrees(job),
@@ -65,16 +67,56 @@ def _plan(job: Job, plan: Planned, rank: int) -> dict[str, Any]:
     }
 
 
+def _tables(job: Job, first: Planned) -> list[dict[str, Any]]:
+    """The first plan under each choice of tables that its model offers at its degree, the chosen one first."""
+    others = under_other_tables(job, first)
+    if not others:
+        return []
+    chosen = UnderTable(first.candidate.tp_whole, first, first.estimate.memory_bytes)
+    return [
+        {
+            "tp_whole": one.tp_whole,
+            "chosen": one is chosen,
+            "fits": one.plan is not None,
+            "step_seconds": one.plan.step_seconds if one.plan else None,
+            "memory_bytes": one.plan.estimate.memory_bytes if one.plan else one.need_bytes,
+            "time_terms": one.plan.estimate.time_terms if one.plan else None,
+        }
+        for one in (chosen, *others)
+    ]
+
+
+def table_lines(job: Job, first: Planned) -> list[str]:
+    """Which tables the tensor axis of a plan takes, and what the others that its model offers would cost."""
+    lines = []
+    for other in under_other_tables(job, first):
+        words = f"under {name_of(other.tp_whole)}"
+        words += ", without sequence parallel," if _gives_up_sequence(first, other) else ""
+        if other.plan is None:
+            lines.append(f"{words} it does not fit: {format_bytes(other.need_bytes)} of a device")
+        else:
+            more = other.plan.estimate.memory_bytes - first.estimate.memory_bytes
+            size = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} of a device"
+            lines.append(f"{words} it {loss(first, other.plan)}; {size}")
+    return lines and [f"tp by {name_of(first.candidate.tp_whole)}; " + lines[0], *lines[1:]]
+
+
+def _gives_up_sequence(first: Planned, other: UnderTable) -> bool:
+    return first.candidate.sequence_parallel and not (other.plan and other.plan.candidate.sequence_parallel)
+
+
 def why(job: Job, found: Found) -> list[str]:
     """Sentences: what the first plan spends its time on, and by what each other one loses."""
     first = found.plans[0]
     terms = sorted(first.estimate.time_terms.items(), key=lambda term: -term[1])
-    parts = ", ".join(f"{name} {value / first.step_seconds:.0%}" for name, value in terms[:4])
+    parts = ", ".join(f"{name} {value / first.step_seconds:.0%}" for name, value in terms[:4] if value)
     sentences = [f"{first.candidate}: of {first.step_seconds:.3g} s a step, {parts}"]
     sentences += [f"{_apart(first.candidate, other.candidate)} {loss(first, other)}" for other in found.plans[1:2]]
+    sentences += table_lines(job, first)
     if first.candidate.devices < job.devices:
         left = job.devices - first.candidate.devices
-        sentences.append(f"{left} of {job.devices} devices stay idle: no split that uses them is faster")
+        some = f"{left} of {job.devices} devices stay{'s' if left == 1 else ''} idle"
+        sentences.append(f"{some}: no split that uses {'it' if left == 1 else 'them'} is faster")
     if first.not_runnable:
         other = next((plan for plan in found.plans if not plan.not_runnable), None)
         words = f"not runnable yet: {first.not_runnable}"
@@ -138,14 +180,17 @@ def describe(candidate: Candidate) -> str:
     """The degrees and what else tells two plans apart, in a line."""
     parts = [str(candidate), f"micro-batch {candidate.micro_batch_size}"]
     if candidate.pp > 1:
-        several = f" x{candidate.virtual_stages}" if candidate.virtual_stages > 1 else ""
-        parts.append(candidate.schedule + several)
+        chunks = f" x{candidate.virtual_stages}" if candidate.virtual_stages > 1 else ""
+        parts.append(candidate.schedule + chunks)
+    if candidate.tp_whole is not None:
+        parts.append(f"tp_whole {candidate.tp_whole:g}")
     if candidate.sequence_parallel:
         parts.append("sequence parallel")
     if candidate.reshard:
         parts.append("reshard")
     if candidate.level != "none":
-        number = "" if candidate.recomputed < 0 else f" of the first {candidate.recomputed} blocks"
+        several = candidate.recomputed
+        number = "" if several < 0 else " of the first block" if several == 1 else f" of the first {several} blocks"
         parts.append(f"recompute {candidate.level}{number}")
     return ", ".join(parts)
 

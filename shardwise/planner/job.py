@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from shardwise.planner.adapters import adapter_parameters
@@ -54,6 +55,25 @@ class Job:
         """Of an optimizer step."""
         return self.rows * self.work.sequence
 
+    @cached_property
+    def by_table(self) -> Mapping[float | None, Job]:
+        """The job under each choice of sharding tables, by ``tp_whole``; the first tables under the given one, or None.
+
+        Where it is given, costs are those of the tables that it leads to, and there are no others.
+        """
+        given = self.fixed.get("tp_whole")
+        found: dict[float | None, Job] = {given: self._under(None) if self.costs.tables else self}
+        for one in self.costs.tables if given is None else ():
+            found[one.whole] = self._under(one.whole)
+        return found
+
+    def of(self, candidate: Candidate) -> Job:
+        """The job under the candidate's tables, as all that judges one candidate needs it."""
+        return self.by_table.get(candidate.tp_whole, self)
+
+    def _under(self, whole: float | None) -> Job:
+        return replace(self, costs=self.costs.under(whole))
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -61,6 +81,7 @@ class Candidate:
 
     Args:
         level: what is computed again; ``recomputed`` first blocks of each stage (-1: all of them).
+        tp_whole: the tables of the tensor axis, as :attr:`Job.by_table` has them.
     """
 
     tp: int = 1
@@ -77,6 +98,7 @@ class Candidate:
     level: RecomputeLevel = "none"
     recomputed: int = -1
     stages: tuple[int, ...] = ()
+    tp_whole: float | None = None
 
     @property
     def dp(self) -> int:
@@ -131,6 +153,7 @@ class Candidate:
             recompute=0 if self.level == "none" else self.recomputed,
             stages=self.stages,
             sequence_parallel=self.sequence_parallel,
+            tp_whole=self.tp_whole,
         )
 
     def fields(self) -> dict[str, Any]:
@@ -140,6 +163,8 @@ class Candidate:
         values["stages"] = list(self.stages)
         if self.schedule != "interleaved":
             values.pop("virtual_stages")
+        if self.tp_whole is None:
+            values.pop("tp_whole")
         return values | {"recompute": number if level == "full" and number >= 0 else level}
 
     def __str__(self) -> str:

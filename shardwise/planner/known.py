@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.errors import ConfigError
 from shardwise.spec.block import ModelCosts, PartCosts, TensorSplit
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset_model, preset_names
@@ -32,6 +33,21 @@ def known_costs(name: str) -> tuple[ModelSpec, ModelCosts]:
     return replace(model, has_weights=False, hash=""), with_degrees(costs, model)
 
 
+def known_within(model: str, costs: ModelCosts, share: float) -> ModelCosts:
+    """The costs under the tables that move least of those described within a share (``strategy.tp_whole``).
+
+    Raises:
+        ConfigError: none of them is within it.
+    """
+    found = [one.whole for one in costs.tables if one.whole <= share]
+    if not found:
+        known = ["its first tables", *(f"those of {one.whole:g}" for one in costs.tables)]
+        rule = f"the well-known {model} was described with {', '.join(known)}"
+        least = f"Use strategy.tp_whole={costs.tables[0].whole:g}, or leave it out" if costs.tables else "Leave it out"
+        raise ConfigError(f"strategy.tp_whole = {share:g}", rule, least)
+    return costs.under(max(found))
+
+
 def with_degrees(costs: ModelCosts, model: ModelSpec) -> ModelCosts:
     """The costs with every tensor degree that the model's numbers allow, not only those that were traced.
 
@@ -45,8 +61,7 @@ def with_degrees(costs: ModelCosts, model: ModelSpec) -> ModelCosts:
         more = [_like(known, degree, degrees) for degree in degrees if degree not in known]
         return replace(one, degrees=tuple(sorted((*one.degrees, *more), key=lambda split: split.degree)))
 
-    kinds, more = (tuple(map(part, parts)) for parts in (costs.kinds, costs.more))
-    return replace(costs, kinds=kinds, more=more, embedding=part(costs.embedding), head=part(costs.head))
+    return costs.map_parts(part)
 
 
 def _like(known: dict[int, TensorSplit], degree: int, by_numbers: list[int]) -> TensorSplit:

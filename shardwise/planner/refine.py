@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -21,6 +22,7 @@ from shardwise.spec.strategy import default_stages
 
 def refine(job: Job, candidate: Candidate) -> tuple[Planned | None, float]:
     """The fastest of the candidate's cuts that fits, and the least bytes that one of its cuts needs."""
+    job = job.of(candidate)
     best: Planned | None = None
     least = float("inf")
     tried: set[tuple[int, ...]] = set()
@@ -43,13 +45,17 @@ def refine(job: Job, candidate: Candidate) -> tuple[Planned | None, float]:
 
 def memory_need(job: Job, candidate: Candidate) -> float:
     """Bytes of the fullest device."""
+    return max(_needs(job.of(candidate), candidate))
+
+
+def _needs(job: Job, candidate: Candidate) -> Iterator[float]:
+    """Bytes of a device of each pipeline rank, the first, which holds most micro-batches, first."""
     layout = candidate.layout(job.rows)
     stages = stage_parts(job.costs, layout)
     lists = short_lists(layout.schedule, layout.pp, int(layout.num_micro_batches), layout.virtual_stages)
-    return max(
-        sum(rank_memory([stages[s] for s in layout.stages_of(r)], actions, layout, job.work, job.cluster).values())
-        for r, actions in lists.items()
-    )
+    for rank, actions in lists.items():
+        own = [stages[stage] for stage in layout.stages_of(rank)]
+        yield sum(rank_memory(own, actions, layout, job.work, job.cluster).values())
 
 
 def _with_recompute(job: Job, candidate: Candidate) -> tuple[Candidate | None, float]:
@@ -69,7 +75,7 @@ def _with_recompute(job: Job, candidate: Candidate) -> tuple[Candidate | None, f
     low, high = 0, max(candidate.stages)  # the smallest number that fits lies in (low, high]
     while high - low > 1:
         middle = (low + high) // 2
-        fits = memory_need(job, replace(candidate, recomputed=middle)) <= job.limit_bytes
+        fits = all(need <= job.limit_bytes for need in _needs(job, replace(candidate, recomputed=middle)))
         low, high = (low, middle) if fits else (middle, high)
     if high == max(candidate.stages):
         return candidate, least

@@ -10,6 +10,7 @@ from math import isfinite, nan
 from typing import Any, Literal
 
 from shardwise.planner.adapters import Lora, adapted
+from shardwise.planner.known import known_costs, known_models
 from shardwise.planner.layout import Layout, Work
 from shardwise.planner.shape import Experts, Latent, Shape, model_costs
 from shardwise.planner.software import Software, software_of
@@ -91,7 +92,7 @@ def read_run(row: Row) -> Run:
     software = software_of(row)
     precision = _precision(row)
     shape = _shape(row)
-    costs = model_costs(shape, sorted({1, tp}))
+    costs = _costs(row, shape, tp)
     if "lora" in row.get("train_type", "").lower():
         rank = re.search(r"lora-r=(\d+)", row.get("other_opts", ""))
         costs = adapted(costs, Lora(int(rank[1]) if rank and int(rank[1]) else 8))
@@ -126,6 +127,14 @@ def read_run(row: Row) -> Run:
         memory_bytes=_memory(row),
         memory_kind=row.get("mem_kind", ""),
     )
+
+
+def _costs(row: Row, shape: Shape, tp: int) -> ModelCosts:
+    """Of our own runs of a well-known model those that plans count with; of all else those of the sizes."""
+    name = row.get("model_name", "").strip()
+    if software_of(row).fields.get("ours") and name in known_models():
+        return known_costs(name)[1].under(None)
+    return model_costs(shape, sorted({1, tp}))
 
 
 def _work(row: Row, software: Software, precision: str, shape: Shape, layout: Layout) -> Work:

@@ -8,6 +8,7 @@ of them stage by stage.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,17 +44,17 @@ from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts
 
 _SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
 AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
-JUDGED = ("sp", "level", "shard", "reshard", "seconds", "bound", "need", "unit", "later", "ahead", "behind")
+JUDGED = ("sp", "table", "level", "shard", "reshard", "seconds", "bound", "need", "unit", "later", "ahead", "behind")
 
 
 @dataclass(frozen=True)
 class Screened:
-    """Columns of candidates: ``AXES``, ``sp level shard reshard``, and what was found of each.
+    """Columns of candidates: ``AXES``, ``sp table level shard reshard``, and what was found of each.
 
-    ``seconds`` is a guess of the step's time, ``bound`` what it cannot be faster than, ``need`` bytes of the fullest
-    device with blocks shared out as memory wants it. ``unit`` are the seconds of a micro-batch in a block of the
-    commonest kind; ``later`` and ``ahead`` the shares of it that a second half and the forward pass take; ``behind``
-    what follows the last block, in units.
+    ``table`` is the place in :attr:`shardwise.planner.job.Job.by_table`. ``seconds`` is a guess of the step's time,
+    ``bound`` what it cannot be faster than, ``need`` bytes of the fullest device with blocks shared out as memory
+    wants it. ``unit`` are the seconds of a micro-batch in a block of the commonest kind; ``later`` and ``ahead`` the
+    shares of it that a second half and the forward pass take; ``behind`` what follows the last block, in units.
     """
 
     columns: Columns
@@ -91,11 +92,14 @@ class _Rates:
 
 @dataclass
 class Group:
-    """Rows of one tensor degree, with or without sequence parallel, at one recompute level, by their bounds.
+    """Rows of one tensor degree and its tables, with or without sequence parallel, at one recompute level, by bounds.
 
     ``rates`` are those of ``cells``, the (cp, ep, rows of a micro-batch) that occur; ``cell`` says which is a row's.
+    ``job`` is that under the tables, ``table`` their place among all.
     """
 
+    job: Job
+    table: int
     layout: Layout
     columns: Columns
     rates: _Rates
@@ -112,25 +116,24 @@ def groups_of(job: Job, space: Space) -> list[Group]:
         key = (rows["cp"] * 65536 + rows["ep"]) * 65536 + rows["m"]
         _, first, cell = np.unique(key, return_index=True, return_inverse=True)
         number = job.rows // (rows["dp"] * rows["m"])
-        for sequence_parallel in sequence_choices(job):
-            if (sequence_parallel and tp == 1) or not _can(job, int(tp), sequence_parallel):
-                continue
+        for table, own, split in _splits(job, int(tp)):
             for level in levels(job):
-                layout = Layout(int(tp), sequence_parallel=sequence_parallel, recompute=level)  # type: ignore[arg-type]
+                layout = replace(split, recompute=level)  # type: ignore[arg-type]
                 few = replace(layout, cp=rows["cp"][first], ep=rows["ep"][first], micro_batch=rows["m"][first])
-                rates = _few_rates(job, few, len(first))
+                rates = _few_rates(own, few, len(first))
                 free, ends = rates.forward + rates.backward, rates.first + rates.last
                 middle = (job.costs.num_blocks * free + ends)[cell] / rows["pp"]
                 bound = number * np.maximum(middle, (free + rates.last)[cell] / job.cluster.chip.shared)
                 order = np.argsort(bound, kind="stable")
                 more = {"cell": cell, "number": number, "bound": bound}
                 columns = {name: column[order] for name, column in (rows | more).items()}
-                groups.append(Group(layout, columns, rates))
+                groups.append(Group(own, table, layout, columns, rates))
     return groups
 
 
-def judge(job: Job, group: Group, columns: Columns) -> tuple[Screened, Space]:
+def judge(group: Group, columns: Columns) -> tuple[Screened, Space]:
     """Judge some rows of a group with every number of virtual stages and every way to share out weights."""
+    job = group.job
     space = with_schedules(job, columns)
     parts = _judge(job, group, _with_shards(job, space.columns, group.layout.tp)) if len(space) else []
     names = (*AXES, *JUDGED)
@@ -139,9 +142,16 @@ def judge(job: Job, group: Group, columns: Columns) -> tuple[Screened, Space]:
     return Screened({name: np.concatenate([part[name] for part in parts]) for name in names}), space
 
 
-def _can(job: Job, tp: int, sequence_parallel: bool) -> bool:
-    parts = (*job.costs.kinds, job.costs.embedding, job.costs.head)
-    return not sequence_parallel or all(part.degree(tp).sequence is not None for part in parts)
+def _splits(job: Job, tp: int) -> Iterator[tuple[int, Job, Layout]]:
+    """Every way to split the tensor axis at a degree: the tables' place, the job under them, the layout."""
+    for table, own in enumerate(job.by_table.values()):
+        parts = (*own.costs.kinds, own.costs.embedding, own.costs.head)
+        if table and (tp == 1 or any(part.degree(tp).rule for part in parts)):
+            continue
+        for sequence_parallel in sequence_choices(job):
+            can = tp > 1 and all(part.degree(tp).sequence is not None for part in parts)
+            if can or not sequence_parallel:
+                yield table, own, Layout(tp, sequence_parallel=sequence_parallel)
 
 
 def _with_shards(job: Job, rows: Columns, tp: int) -> Columns:
@@ -168,6 +178,7 @@ def _judge(job: Job, group: Group, rows: Columns) -> list[Columns]:
         if not wanted.any():
             continue
         some = {name: column[wanted] for name, column in rows.items()}
+        some["table"] = np.full(len(some["tp"]), group.table)
         layout = replace(
             group.layout,
             zero=zero,
@@ -483,11 +494,9 @@ def least_device_seconds(job: Job, columns: Columns) -> float:
     least = float("inf")
     for tp in np.unique(columns["tp"]):
         rows = {name: column[columns["tp"] == tp] for name, column in columns.items()}
-        for sequence_parallel in sequence_choices(job):
-            if (sequence_parallel and tp == 1) or not _can(job, int(tp), sequence_parallel):
-                continue
-            layout = Layout(int(tp), cp=rows["cp"], ep=rows["ep"], micro_batch=rows["m"])
-            rates = _few_rates(job, replace(layout, sequence_parallel=sequence_parallel), len(rows["cp"]))
+        for _, own, split in _splits(job, int(tp)):
+            layout = replace(split, cp=rows["cp"], ep=rows["ep"], micro_batch=rows["m"])
+            rates = _few_rates(own, layout, len(rows["cp"]))
             seconds = job.costs.num_blocks * (rates.forward + rates.backward) + rates.first + rates.last
             least = min(least, float((seconds * tp * rows["cp"] / rows["m"]).min()))
     return least

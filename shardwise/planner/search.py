@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,36 +65,69 @@ def _cells(columns: Columns) -> Columns:
 
 
 def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, float]:
-    """Plans made of the candidates with the best guesses, how many were looked at, and a bound on all others."""
+    """Plans made of the candidates with the best guesses, how many were looked at, and a bound on all others.
+
+    Those of the first tables are looked at as if there were no others. Of other tables only those are whose guess is
+    near the best plan, so that more tables never make it slower.
+    """
     columns = sweep.pool.columns
+    can = sweep.runnable(columns)
     done: set[int] = set()
     plans: list[Planned] = []
-    for some in (np.arange(len(sweep.pool)), np.flatnonzero(sweep.runnable(columns))):
-        order = some[np.argsort(columns["seconds"][some], kind="stable")]
-        order = _with_others_first(columns, order, top)
-        own: list[Planned] = []
-        counts: Counter[tuple[float, ...]] = Counter()
-        for looked_at, index in enumerate(order.tolist()):
-            guess = float(columns["seconds"][index])
-            near = not own or guess < _NEAR * min(plan.step_seconds for plan in own)
-            if (looked_at >= REFINED and len(own) >= min(top, REFINED) and not near) or looked_at >= _MOST_REFINED:
-                break
-            kind = tuple(columns[name][index] for name in _DEGREES)
-            if index in done or counts[kind] >= _MOST_ALIKE:
-                continue
-            done.add(index)
-            counts[kind] += 1
-            plan, need = refine(job, candidate_of(job, columns, index))
-            if plan is not None:
-                own.append(replace(plan, not_runnable=not_runnable(plan.candidate, job.work.precision)))
-            else:
-                sweep.refused_need = min(sweep.refused_need, need)
-        plans += own
+    for table in range(len(job.by_table)):
+        of_table = columns["table"] == table
+        for some, number in ((of_table, top), (of_table & can, 1)):
+            known = plans if number == top else [plan for plan in plans if not plan.not_runnable]
+            order = np.flatnonzero(some)
+            order = _with_others_first(columns, order[np.argsort(columns["seconds"][order], kind="stable")], top)
+            least = 0 if table and known else REFINED
+            plans += _refine_in_order(job, sweep, order, (known, done), (least, number))
     left = np.ones(len(sweep.pool), dtype=bool)
     left[list(done)] = False
     bound = min(_bound(job, {name: column[left] for name, column in columns.items()}), sweep.bound)
     sweep.forget()
     return plans, len(done), bound
+
+
+def _refine_in_order(
+    job: Job, sweep: Sweep, order: np.ndarray, so_far: tuple[Sequence[Planned], set[int]], numbers: tuple[int, int]
+) -> list[Planned]:
+    """Plans made of rows of the pool in their order, until their guesses are behind.
+
+    Args:
+        so_far: the plans that these must beat, and the rows that were looked at, to which these are added.
+        numbers: of rows that are looked at in any case, and of plans that are wanted.
+    """
+    columns = sweep.pool.columns
+    (known, done), (least, wanted) = so_far, numbers
+    own: list[Planned] = []
+    counts: Counter[tuple[float, ...]] = Counter()
+    for looked_at, index in enumerate(order.tolist()):
+        every = [*known, *own]
+        near = columns["seconds"][index] < _NEAR * min((plan.step_seconds for plan in every), default=np.inf)
+        enough = looked_at >= least and len(every) >= min(wanted, REFINED)
+        if (enough and not near) or looked_at >= _MOST_REFINED:
+            break
+        kind = tuple(columns[name][index] for name in _DEGREES)
+        if index in done or counts[kind] >= _MOST_ALIKE or columns["bound"][index] > _slowest_told(every, wanted):
+            continue
+        done.add(index)
+        counts[kind] += 1
+        plan, need = refine(job, candidate_of(job, columns, index))
+        if plan is not None:
+            own.append(replace(plan, not_runnable=not_runnable(plan.candidate, job.work.precision)))
+        else:
+            sweep.refused_need = min(sweep.refused_need, need)
+    return own
+
+
+def _slowest_told(plans: Sequence[Planned], number: int) -> float:
+    """Seconds above which a plan is none of the ``number`` best with other degrees."""
+    best: dict[Hashable, float] = {}
+    for plan in plans:
+        kind = _spread(plan.candidate)
+        best[kind] = min(best.get(kind, np.inf), plan.step_seconds)
+    return sorted(best.values())[number - 1] if len(best) >= number else np.inf
 
 
 def _bound(job: Job, columns: Columns) -> float:
@@ -165,5 +198,5 @@ def _degrees(candidate: Candidate) -> Hashable:
 
 
 def _manner(candidate: Candidate) -> Hashable:
-    names = ("micro_batch_size", "schedule", "virtual_stages", "sequence_parallel", "level", "zero")
+    names = ("micro_batch_size", "schedule", "virtual_stages", "sequence_parallel", "tp_whole", "level", "zero")
     return _degrees(candidate), tuple(getattr(candidate, name) for name in names)

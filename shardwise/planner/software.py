@@ -34,7 +34,7 @@ def software_of(row: Mapping[str, str]) -> Software:
     precision = row.get("precision", "").lower()
     half, whole = "fp16" in precision and "bf16" not in precision, "32" in precision
     if "shardwise" in framework:
-        return Software("shardwise")
+        return Software("shardwise", {"ours": True})
     if "mindspeed" in framework:
         return Software("mindspeed", _mindspeed(options, half))
     if "mindformers" in framework or "mindspore" in framework:

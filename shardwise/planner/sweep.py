@@ -103,7 +103,7 @@ class Sweep:
             self._merge(space)
 
     def _judge(self, group: Group, rows: Columns) -> None:
-        screened, space = judge(self.job, group, rows)
+        screened, space = judge(group, rows)
         self._merge(space)
         self.considered += len(screened)
         if not len(screened):
@@ -124,8 +124,9 @@ class Sweep:
         self._cut()
 
     def _cut(self) -> None:
-        """The guess that a further row must be able to beat."""
-        seconds, runnable = self.pool.columns["seconds"], self.runnable(self.pool.columns)
+        """The guess that a further row must be able to beat: of the first tables, whatever others there are."""
+        first = self.pool.columns["table"] == 0
+        seconds, runnable = self.pool.columns["seconds"][first], self.runnable(self.pool.columns)[first]
         for only, some in ((False, seconds), (True, seconds[runnable])):
             if len(some) >= REFINED:
                 self._cuts[only] = min(self._cuts[only], float(np.partition(some, REFINED - 1)[REFINED - 1]))
@@ -154,6 +155,7 @@ def candidate_of(job: Job, columns: Columns, index: int) -> Candidate:
     shard = int(row["shard"])
     virtual = int(row["v"])
     given = job.fixed.get("schedule")
+    tables = list(job.by_table)
     return Candidate(
         tp=int(row["tp"]),
         pp=int(row["pp"]),
@@ -167,6 +169,7 @@ def candidate_of(job: Job, columns: Columns, index: int) -> Candidate:
         schedule="interleaved" if virtual > 1 else "zero_bubble" if row["halves"] else given or "1f1b",
         virtual_stages=virtual,
         level=RECOMPUTE_LEVELS[int(row["level"])],
+        tp_whole=tables[int(row["table"])] if row["tp"] > 1 else None,
     )
 
 

@@ -31,7 +31,7 @@ def timeline(job: Job, candidate: Candidate) -> list[Pass]:
     number = min(candidate.num_micro_batches(job.rows), _MOST_ROUNDS * candidate.pp)
     layout = candidate.layout(job.rows)
     seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for parts in stage_parts(job.costs, layout):
+    for parts in stage_parts(job.of(candidate).costs, layout):
         forward = backward = 0.0
         for part, times, level in parts:
             one = part_passes(part, replace(layout, recompute=level), job.work, job.cluster)

@@ -32,8 +32,8 @@ def show_plans(job: Job, found: Found, console: Console) -> None:
     limit = format_bytes(job.limit_bytes)
     show_line(console, "cluster", f"{job.devices} x {job.cluster.name}, {limit} of each to fill")
     source = f" ({job.sequence_from})" if job.sequence_from else ""
-    rows = f"{job.rows} rows of {job.work.sequence} tokens{source} a step, {job.work.precision}"
-    show_line(console, "work", rows)
+    rows = f"{job.rows} row{'' if job.rows == 1 else 's'} of {job.work.sequence} tokens"
+    show_line(console, "work", f"{rows}{source} a step, {job.work.precision}")
     show_line(console, "memory", f"that of {MEMORY_OF}")
     console.print(_table(job, found))
     show_line(console, "batch", batch_equation(job, found.plans[0].candidate))

@@ -10,8 +10,8 @@ field of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.errors import PlanError
@@ -185,6 +185,20 @@ class PartCosts:
 
 
 @dataclass(frozen=True)
+class BlockTables:
+    """The blocks under sharding tables that leave more whole than the first ones and move less.
+
+    Args:
+        whole: ``strategy.tp_whole`` that leads to them: the share of the blocks' weights that may stay whole.
+        kinds: in the order of :attr:`ModelCosts.kinds`. A degree whose table within ``whole`` is the first one, or
+            none that was proven, carries a rule; without sequence parallel alone.
+    """
+
+    whole: float
+    kinds: tuple[PartCosts, ...]
+
+
+@dataclass(frozen=True)
 class ModelCosts:
     """A whole model: ``kinds`` of blocks, and for each block in order the index of its kind.
 
@@ -192,6 +206,8 @@ class ModelCosts:
     logits). ``tied``: the head's matrix is the embedding's, counted in ``embedding.parameters`` alone; a stage that
     holds only the head then has a copy of ``tied_parameters`` weights.
     ``more``: further parts that run on the last stage, such as blocks that predict a second token.
+    ``tables``: what the blocks cost under other tables than the first ones, which ``kinds`` are of.
+    ``blocks``: the name of the module that lists them, such as ``model.layers``; empty where it is not known.
     """
 
     name: str
@@ -205,6 +221,8 @@ class ModelCosts:
     tied_parameters: int = 0
     num_experts: int = 0
     more: tuple[PartCosts, ...] = ()
+    tables: tuple[BlockTables, ...] = ()
+    blocks: str = ""
 
     @property
     def num_blocks(self) -> int:
@@ -224,6 +242,30 @@ class ModelCosts:
         sets = [{split.degree for split in part.degrees if not split.rule} for part in parts]
         return sorted(set.intersection(*sets))
 
+    def map_parts(self, change: Callable[[PartCosts], PartCosts]) -> ModelCosts:
+        """The same model with every part changed, those under other tables too."""
+        return replace(
+            self,
+            kinds=tuple(map(change, self.kinds)),
+            more=tuple(map(change, self.more)),
+            embedding=change(self.embedding),
+            head=change(self.head),
+            tables=tuple(replace(one, kinds=tuple(map(change, one.kinds))) for one in self.tables),
+        )
+
+    def under(self, whole: float | None) -> ModelCosts:
+        """The model under one of its ``tables`` alone, by their ``whole``; None: under the first ones.
+
+        Raises:
+            KeyError: it has no such tables.
+        """
+        if whole is None:
+            return replace(self, tables=())
+        for one in self.tables:
+            if one.whole == whole:
+                return replace(self, kinds=one.kinds, tables=())
+        raise KeyError(whole)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -237,7 +279,10 @@ class ModelCosts:
         try:
             parts = {name: _part(data[name]) for name in ("embedding", "head")}
             lists = {name: tuple(_part(part) for part in data[name]) for name in ("kinds", "more")}
-            return cls(**{**data, **parts, **lists, "order": tuple(data["order"])})
+            tables = tuple(
+                BlockTables(one["whole"], tuple(_part(part) for part in one["kinds"])) for one in data.get("tables", ())
+            )
+            return cls(**{**data, **parts, **lists, "order": tuple(data["order"]), "tables": tables})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError("the costs of a model", f"are damaged ({error})", "Describe the model again") from None
 

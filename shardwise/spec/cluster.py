@@ -59,7 +59,7 @@ class Link:
         latency: seconds of a step of a collective.
         efficiency: share of ``bandwidth`` that large messages reach.
         send_bandwidth: bytes/s of a message from one device to another, where it was timed apart from collectives,
-            and ``send_latency`` its seconds; 0: as collectives.
+            and ``send_latency`` its seconds; 0: not timed, as collectives.
         ring: a collective takes a step for each further member (gloo); else one for each doubling of their number.
         channels: that the communication library opens in a group inside it (NCCL), each with buffers of its own.
         factors: by collective, how many times longer it takes than the formula has it (gloo sums to all where it is to
@@ -81,7 +81,8 @@ class Link:
     def send_seconds(self, num_bytes: Any) -> Any:
         """Seconds of one message between two devices of this level."""
         wire = self.send_bandwidth or self.pair_bandwidth or self.bandwidth
-        return (self.send_latency or self.latency) + num_bytes / (wire * self.efficiency)
+        latency = self.send_latency if self.send_bandwidth else self.send_latency or self.latency
+        return latency + num_bytes / (wire * self.efficiency)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _ROWS, _SHARE, _STEPS = "train.global_batch_size", "strategy.micro_batch_size", 
 _STAGES = ("strategy.virtual_stages", "strategy.stages")
 _LAYOUT = ("devices", *_DEGREES, *_STAGES, "strategy.reshard", _SHARE, _ROWS)
 _BATCH = (_ROWS, _SHARE)
-PLANNED = tuple(f"strategy.{name}" for name in ("schedule", "recompute", "sequence_parallel", "cp", "ep"))
+PLANNED = tuple(f"strategy.{name}" for name in ("schedule", "recompute", "sequence_parallel", "tp_whole", "cp", "ep"))
 
 # (keys, what is filled in from them): an override of one of the first makes the second void.
 _FOLLOWS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (

@@ -18,7 +18,7 @@ from shardwise.models.structure import Structure
 from shardwise.tensor.frontier import solve_frontier, thinned, unbeaten
 from shardwise.tensor.kind import Kind, Signature, moves, relative_table, signature
 from shardwise.tensor.search import Solution
-from shardwise.tensor.table import TableCost
+from shardwise.tensor.table import ShardingTable, TableCost
 
 MOST_OFFERED = 64  # alternatives of a model that a bound chooses among
 MOST_NAMED = 6  # of them that a plan names
@@ -112,11 +112,17 @@ def _numbers(point: _Point) -> tuple[float, float]:
 def named(first: TableCost, alternatives: Sequence[Alternative]) -> tuple[TableCost, ...]:
     """What a plan names: the first table and some of the alternatives; empty where there are none."""
 
-    def numbers(cost: TableCost) -> tuple[float, float]:
-        return cost.whole, cost.moved
-
-    costs = thinned([one.cost for one in alternatives], MOST_NAMED, numbers)
+    costs = thinned([one.cost for one in alternatives], MOST_NAMED, _whole_and_moved)
     return (first, *costs) if costs else ()
+
+
+def offered_shares(first: ShardingTable, most: int) -> list[float]:
+    """Bounds that lead to some of the tables that a first table names beside itself, the least whole first."""
+    return [share_of(cost) for cost in thinned(first.alternatives[1:], most, _whole_and_moved)]
+
+
+def _whole_and_moved(cost: TableCost) -> tuple[float, float]:
+    return cost.whole, cost.moved
 
 
 def within(share: float, first: Alternative, alternatives: Sequence[Alternative], degree: int) -> list[Alternative]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardwise.check.amounts import Fit, make_amount, make_fit
-from shardwise.check.costing import model_costs
+from shardwise.check.costing import MOST_TABLES, model_costs
 from shardwise.models.build import build_on_meta
 from shardwise.models.calling import call_model
 from shardwise.parallel.tensor import proven_table
@@ -105,6 +106,12 @@ def test_attention_that_stays_whole_is_computed_on_every_rank(folder: Path, llam
     assert block.parameters.total == first.parameters.total
     sent, every = (sum(c.forward + c.backward for c in one.degree(2).collectives) for one in (block, first))
     assert 2 * sent == every
+    # The planner is told the same of the tables that it may choose; without sequence parallelism.
+    assert 0 < len(llama.tables) <= MOST_TABLES
+    (own,) = llama.under(max(one.whole for one in llama.tables if one.whole <= 0.41)).kinds
+    assert replace(own, degrees=()) == replace(block, degrees=())
+    assert own.degree(2) == replace(block.degree(2), sequence=None)
+    assert own.degree(3).rule == first.degree(3).rule != ""
 
 
 def _bytes(amount: Amount, size: int, length: int) -> float:

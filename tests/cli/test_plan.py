@@ -93,7 +93,7 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         (["--fix", "tp=16"], "strategy.tp = 16: takes 16 devices, and 4 are given"),
         (["--fix", "recompute=40"], "strategy.recompute = 40: the model has 28 blocks. Use full, or at most 28"),
         (["sequence_parallel=true", "tp=1"], "strategy.tp is 1"),
-        (["tp=2", "tp_whole=0.3"], "are those of its first tables alone. Give the model's folder"),
+        (["tp=2", "tp_whole=0.001"], "was described with its first tables, those of 0."),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], words: str) -> None:

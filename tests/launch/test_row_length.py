@@ -79,6 +79,7 @@ def test_plans_of_devices_that_are_not_here_look_at_the_rows_too(tmp_path: Path)
         ({"train": str(rows), "max_length": 16}, 16, "data.max_length"),
         ({"max_length": 32}, 32, "data.max_length, since no data are given"),
         ({}, 64, "the positions of the model, since no data are given"),
+        ({"max_length": 65}, 64, "the positions of the model, fewer than data.max_length, since no data are given"),
     ):
         with mock.patch("shardwise.launch.planning.costs_of", return_value=costs):
             job = make_job(tree | {"data": data, "train": {"global_batch_size": 8}}, environ)

@@ -26,7 +26,8 @@ LLAMA = known_costs("llama2-7b")[1]
         (Lora(16), 39_976_960),
         (Lora(8, ("q_proj", "v_proj")), 4_194_304),
         (Lora(8, r".*\.(q|v)_proj"), 4_194_304),
-        (Lora(8, r"model\.layers\.(1\d|2\d)\..*(q|v)_proj"), 4_194_304),  # named in one block, counted in all
+        (Lora(8, r"model\.layers\.(1\d|2\d)\..*(q|v)_proj"), 2_621_440),  # 20 of 32 blocks
+        (Lora(8, ("model.layers.3.self_attn.q_proj", "layers.4.self_attn.v_proj")), 131_072),
         (Lora(8, ("q_proj", "lm_head")), 2_097_152 + 8 * (4096 + 32000)),
     ],
     ids=str,

@@ -80,7 +80,7 @@ def test_the_search_finds_the_fastest_of_all_legal_plans(cores: int, vocab: int,
 def test_bounds_hold_where_processes_share_cores(cores: int) -> None:
     wanted = job(cores)
     for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
-        columns = judge(wanted, group, group.columns)[0].columns
+        columns = judge(group, group.columns)[0].columns
         for index in range(len(columns["tp"])):
             plan, _ = refine(wanted, candidate_of(wanted, columns, index))
             if plan is not None:
@@ -175,7 +175,7 @@ def test_the_heap_of_shared_weights_is_less_under_a_pipeline() -> None:
     wanted = replace(wanted, work=replace(wanted.work, sequence=512))
     seen = 0
     for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
-        columns = judge(wanted, group, group.columns)[0].columns
+        columns = judge(group, group.columns)[0].columns
         for index in range(len(columns["tp"])):
             plan, _ = refine(wanted, candidate_of(wanted, columns, index))
             if plan is not None:
@@ -200,7 +200,7 @@ def test_the_quick_judgement_counts_what_the_heap_keeps(
     monkeypatch.setattr(host, "_HEAD_BYTES", 0.0)
     wanted = job(vocab=vocab)
     for group in groups_of(wanted, enumerate_space(wanted, 3, 4)):
-        columns = judge(wanted, group, group.columns)[0].columns
+        columns = judge(group, group.columns)[0].columns
         for index in range(0, len(columns["tp"]), 3):
             plan, _ = refine(wanted, candidate_of(wanted, columns, index))
             if plan is not None:

@@ -97,7 +97,7 @@ def test_nothing_that_was_passed_over_is_faster(name: str, memory: float) -> Non
     every = []
     for least, most in ((2, 4), (1, 2), (0, 1)):
         for group in groups_of(wanted, enumerate_space(wanted, least, most)):
-            columns = judge(wanted, group, group.columns)[0].columns
+            columns = judge(group, group.columns)[0].columns
             for index in range(len(columns["tp"])):
                 plan, _ = refine(wanted, candidate_of(wanted, columns, index))
                 if plan is not None:
@@ -115,7 +115,7 @@ def test_devices_that_do_not_divide_the_model_are_used_by_other_axes(devices: in
     assert all(plan.candidate.tp in (1, 2, 4) for plan in found.plans)
     first = found.plans[0].candidate
     assert first.devices >= devices - 1
-    assert any("stay idle" in sentence for sentence in why(wanted, found)) == (first.devices < devices)
+    assert any(" idle: " in sentence for sentence in why(wanted, found)) == (first.devices < devices)
     if devices % 3 == 0:
         detail = next(one.detail for one in found.rejected if one.example == {"tp": 3})
         assert "does not divide the 4 attention heads" in detail

@@ -58,7 +58,7 @@ def test_the_quick_judgement_counts_the_copy_too() -> None:
         fixed = {"pp": 2, "tp": 1, "dp": 1, "cp": 1, "micro_batch_size": 1, "recompute": "none", "schedule": "1f1b"}
         job = Job(model, one, CLUSTER, 2, 8, BF16, fixed)
         (group,) = groups_of(job, enumerate_space(job, 0, 2))
-        needs.append(float(judge(job, group, group.columns)[0].columns["need"][0]))
+        needs.append(float(judge(group, group.columns)[0].columns["need"][0]))
     # Blocks move between the two ranks, so that each has half of it.
     assert needs[0] - needs[1] == pytest.approx(18 * costs.tied_parameters / 2)
 
