@@ -7,7 +7,9 @@ program, with the list of sums that no other beats (the Pareto frontier) in the 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from shardwise.tensor.search import Choice, Mode, Problem, Solution, assignments, choices, last_uses, price
@@ -87,10 +89,10 @@ def unbeaten(points: Iterable[T], numbers: Callable[[T], tuple[float, ...]]) -> 
     """
     kept: list[T] = []
     least = float("inf")
-    for point in sorted(points, key=numbers):
-        if numbers(point)[1] < least - _ROUNDING:
+    for (_, second, *_), point in sorted(((numbers(point), point) for point in points), key=itemgetter(0)):
+        if second < least - _ROUNDING:
             kept.append(point)
-            least = numbers(point)[1]
+            least = second
     return kept
 
 
@@ -98,13 +100,29 @@ def thinned(points: Sequence[T], most: int, numbers: Callable[[T], tuple[float, 
     """At most ``most`` of the points of a frontier, the ends among them.
 
     One by one that point is left out whose next ones stand in for it best: it spares the smallest corner between them.
+    A heap holds the corners; one that has changed since is met again, and passed over.
     """
-    kept = list(points)
-    while len(kept) > max(most, 2):
-        places = [numbers(point) for point in kept]
-        corners = [
-            (after[0] - own[0]) * (before[1] - own[1])
-            for before, own, after in zip(places, places[1:], places[2:], strict=False)
-        ]
-        kept.pop(1 + min(range(len(corners)), key=corners.__getitem__))
-    return kept
+    surplus = len(points) - max(most, 2)
+    if surplus <= 0:
+        return list(points)
+    places = [numbers(point) for point in points]
+    before, after = list(range(-1, len(points) - 1)), list(range(1, len(points) + 1))
+
+    def corner(index: int) -> float:
+        return (places[after[index]][0] - places[index][0]) * (places[before[index]][1] - places[index][1])
+
+    corners = {index: corner(index) for index in range(1, len(points) - 1)}
+    heap = [(size, index) for index, size in corners.items()]
+    heapq.heapify(heap)
+    while surplus:
+        size, index = heapq.heappop(heap)
+        if corners.get(index) != size:
+            continue
+        del corners[index]
+        surplus -= 1
+        before[after[index]], after[before[index]] = before[index], after[index]
+        for other in (before[index], after[index]):
+            if other in corners:
+                corners[other] = corner(other)
+                heapq.heappush(heap, (corners[other], other))
+    return [point for index, point in enumerate(points) if index in corners or index in (0, len(points) - 1)]

@@ -6,12 +6,14 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from shardwise.spec.layout import ParamLayout, chunk_range
 from shardwise.spec.tolerance import relative_error
@@ -166,12 +168,20 @@ def _pass(model: nn.Module, call: Call, columns: slice) -> torch.Tensor:
 
 
 def _in_threads(work: Callable[[int], None], groups: list[SimulatedTensorGroup]) -> None:
-    """Run ``work`` for each rank at the same time; the first error that is not a broken meeting is raised."""
+    """Run ``work`` for each rank at the same time; the first error that is not a broken meeting is raised.
+
+    The caller's function modes hold on the ranks too, since torch keeps them for each thread: the whole model ran
+    under them (a check has float64 stay float64), and a forward may run under them alone.
+    """
     errors: list[Exception] = []
+    modes = _get_current_function_mode_stack()
 
     def guarded(rank: int) -> None:
         try:
-            work(rank)
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                work(rank)
         except Exception as error:  # whatever a foreign forward raises on its part
             errors.append(error)
             groups[rank].abort()

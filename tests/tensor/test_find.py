@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import PlanError
@@ -193,3 +196,27 @@ def test_what_moves_is_what_the_table_says():
     moved = sum(compare(model, table, reference(model)).moved.values()) / (2 * 8)
     ends = 2 * 32 / 2 * 2  # an all-reduce of the embedded, one of the gradient before the head
     assert moved == table.cost.forward + table.cost.backward + ends
+
+
+class _Counted(TorchFunctionMode):
+    """Counts linear layers by the thread that runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: Counter[int] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.threads[threading.get_ident()] += func is torch.nn.functional.linear
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_modes_of_the_whole_model_hold_on_the_simulated_ranks():
+    """A check keeps float64 from being rounded by one: some routers run in no other precision beside it."""
+    model = _family("mistral")
+    table, _ = _found(model)
+    want = reference(model)
+    with _Counted() as mode:
+        compare(model, table, want)
+    counts = [count for thread, count in mode.threads.items() if thread != threading.get_ident()]
+    assert len(counts) == 2
+    assert counts[0] == counts[1] > 0

@@ -64,6 +64,30 @@ def test_thinning_keeps_the_ends(points: list[tuple[int, int]], most: int) -> No
     assert len(kept) == min(len(frontier), most)
     assert {kept[0], kept[-1]} == {frontier[0], frontier[-1]}
     assert [point for point in frontier if point in kept] == kept
+    assert kept == _thinned_one_by_one(frontier, most)
+
+
+def _thinned_one_by_one(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """All corners looked at again for each point that is left out."""
+    kept = list(points)
+    while len(kept) > most:
+        triples = zip(kept, kept[1:], kept[2:], strict=False)
+        corners = [(after[0] - own[0]) * (before[1] - own[1]) for before, own, after in triples]
+        del kept[1 + corners.index(min(corners))]
+    return kept
+
+
+def test_thinning_takes_no_more_than_a_sort() -> None:
+    asked = 0
+
+    def counted(point: tuple[int, int]) -> tuple[int, int]:
+        nonlocal asked
+        asked += 1
+        return point
+
+    points = [(index, 20_000 - index) for index in range(20_000)]
+    assert len(thinned(unbeaten(points, counted), 128, counted)) == 128
+    assert asked == 2 * len(points)
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}
