@@ -345,7 +345,7 @@ def _is_folder(name: str, models_dir: str | None) -> bool:
 
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
     from shardwise.config import apply_overrides, full_key, load_yaml, set_key
-    from shardwise.spec.filled import without_stale
+    from shardwise.spec.filled import without_contrary, without_stale
 
     files = [text for text in settings if "=" not in text]
     overrides = [text for text in settings if "=" in text]
@@ -353,10 +353,11 @@ def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(", ".join(files), "more than one run.yaml", "Give one file; what it lacks as key=value")
     tree = load_yaml(files[0]) if files else {}
     given = {key: value for key, value in options.items() if value is not None}
-    tree = without_stale(tree, [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)])
+    keys = [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)]
+    tree = without_stale(tree, keys)
     for key, value in given.items():
         set_key(tree, key, value)
-    return apply_overrides(tree, overrides)
+    return without_contrary(apply_overrides(tree, overrides), keys)
 
 
 def _train(tree: dict[str, Any]) -> int:

@@ -328,7 +328,7 @@ def _check_save(run: RunConfig) -> None:
         not run.overwrite or run.resume == "no",
         f"overwrite = true with resume = {run.resume!r}",
         "it would delete the checkpoints that the run is to go on from",
-        "Leave out one of the two",
+        "Use overwrite=false to go on, or resume=no to start anew",
     )
     _refuse(
         not run.save.async_ or run.save.strategy != "no",
