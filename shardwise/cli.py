@@ -283,10 +283,10 @@ def data_show(
     from shardwise.launch.preparing import prepare_data
     from shardwise.launch.surveying import survey
     from shardwise.report.data import show_data
-    from shardwise.report.results import print_json, results_console
+    from shardwise.report.results import messages_console, print_json, results_console
 
     run, plan = prepare_data(_data_tree(data, settings or [], model))
-    answer = survey(run, plan, rows, os.environ, Console(stderr=True))
+    answer = survey(run, plan, rows, os.environ, messages_console())
     if as_json:
         print_json(answer)
     else:
@@ -372,12 +372,13 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.log import say
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
+    from shardwise.report.results import messages_console
     from shardwise.train.previous import put_back
 
     run, plan = prepare(tree)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     output_dir = local_path(run.output_dir)
-    console = Console(stderr=True)
+    console = messages_console()
     env = {PRELOAD_MORE: "peft"} if run.lora else None
     if nodes.rank:  # machine 0 makes the folder and tells how the run went
         output_dir.mkdir(parents=True, exist_ok=True)
