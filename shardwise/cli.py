@@ -283,10 +283,10 @@ def data_show(
     from shardwise.launch.preparing import prepare_data
     from shardwise.launch.surveying import survey
     from shardwise.report.data import show_data
-    from shardwise.report.results import print_json, results_console
+    from shardwise.report.results import messages_console, print_json, results_console
 
     run, plan = prepare_data(_data_tree(data, settings or [], model))
-    answer = survey(run, plan, rows, os.environ, Console(stderr=True))
+    answer = survey(run, plan, rows, os.environ, messages_console())
     if as_json:
         print_json(answer)
     else:
@@ -345,7 +345,7 @@ def _is_folder(name: str, models_dir: str | None) -> bool:
 
 def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
     from shardwise.config import apply_overrides, full_key, load_yaml, set_key
-    from shardwise.spec.filled import without_stale
+    from shardwise.spec.filled import without_contrary, without_stale
 
     files = [text for text in settings if "=" not in text]
     overrides = [text for text in settings if "=" in text]
@@ -353,10 +353,11 @@ def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(", ".join(files), "more than one run.yaml", "Give one file; what it lacks as key=value")
     tree = load_yaml(files[0]) if files else {}
     given = {key: value for key, value in options.items() if value is not None}
-    tree = without_stale(tree, [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)])
+    keys = [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)]
+    tree = without_stale(tree, keys)
     for key, value in given.items():
         set_key(tree, key, value)
-    return apply_overrides(tree, overrides)
+    return without_contrary(apply_overrides(tree, overrides), keys)
 
 
 def _train(tree: dict[str, Any]) -> int:
@@ -371,12 +372,13 @@ def _train(tree: dict[str, Any]) -> int:
     from shardwise.log import say
     from shardwise.report.answers import show_answers
     from shardwise.report.console import show_plan
+    from shardwise.report.results import messages_console
     from shardwise.train.previous import put_back
 
     run, plan = prepare(tree)
     nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
     output_dir = local_path(run.output_dir)
-    console = Console(stderr=True)
+    console = messages_console()
     env = {PRELOAD_MORE: "peft"} if run.lora else None
     if nodes.rank:  # machine 0 makes the folder and tells how the run went
         output_dir.mkdir(parents=True, exist_ok=True)

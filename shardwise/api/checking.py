@@ -24,15 +24,14 @@ def check_before_start(tree: dict[str, Any]) -> None:
             return
         rule = "runs before a job starts, and another launcher has started this one"
         raise ConfigError("Trainer(check=True)", rule, "Leave it out, and use: shardwise check run.yaml")
-    from rich.console import Console
-
     from shardwise.launch.checking import run_check
     from shardwise.report.checking import show_check
+    from shardwise.report.results import messages_console
 
     result = run_check(tree)
     if result.report is None:
         sys.exit(result.exit_code)
-    show_check(result.report, Console(stderr=True))
+    show_check(result.report, messages_console())
     difference = result.report["first_difference"]
     if difference is not None:
         rule = f"on a small copy of the model the plan differs from one process, first in {difference['module']}"

@@ -19,6 +19,7 @@ from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
 from shardwise.launch.worker import tell_failure, worker_error
 from shardwise.log import say
 from shardwise.report.console import show_line, show_plan
+from shardwise.report.results import unbroken
 from shardwise.spec.aliases import translate
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
@@ -140,7 +141,7 @@ class Session:
     def _show(self, given: Mapping[str, Any]) -> None:
         if self.context.terminal is None:
             return
-        console = Console(file=self.context.terminal)
+        console = unbroken(Console(file=self.context.terminal))
         show_plan(self.run, self.plan, console)
         known = {name for name, value in given.items() if value is not None}
         known |= {"pp"} if "stages" in known else set()

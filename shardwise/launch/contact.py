@@ -47,7 +47,7 @@ def start_job(num_devices: int) -> NoReturn:
 
 
 def run_script(script: Path, arguments: list[str], entries: list[str]) -> NoReturn:
-    """Replace this process by ``python SCRIPT ARGUMENTS`` with ``key=value`` entries that win over what it says.
+    """Replace this process by the script, with ``key=value`` entries that win over what it says.
 
     Raises:
         ConfigError: no such file, or an entry that is no ``key=value``.
@@ -60,7 +60,8 @@ def run_script(script: Path, arguments: list[str], entries: list[str]) -> NoRetu
     device = tree.get("device")
     if device is not None:
         variables[DEVICE_VARIABLE] = str(device)
-    os.execve(sys.executable, [sys.executable, str(script), *arguments], os.environ | variables)
+    opening = [sys.executable, "-P", "-m", "shardwise.launch.opening", str(script)]
+    os.execve(sys.executable, [*opening, *arguments], os.environ | variables)
 
 
 def _search_path() -> str:

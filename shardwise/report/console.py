@@ -65,8 +65,11 @@ def _details(run: RunConfig, plan: Plan) -> list[str]:
 
 
 def show_line(console: Console, label: str, text: str) -> None:
-    """A line with its label in bold. The text is shown as it is: a path may look like markup or like an emoji."""
-    console.print(Text.assemble((f"{label:9}", "bold"), " ", text))
+    """A line with its label in bold, wrapped only for a terminal.
+
+    The text is shown as it is: a path may look like markup or like an emoji.
+    """
+    console.print(Text.assemble((f"{label:9}", "bold"), " ", text), soft_wrap=not console.is_terminal)
 
 
 def gradient_line(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Results on stdout: as data, or for people."""
+"""Where results and messages go: as data, or for people."""
 
 from __future__ import annotations
 
@@ -12,9 +12,20 @@ _WIDTH = 160  # of tables that go to no terminal
 
 
 def results_console() -> Console:
-    """A console on stdout; without a terminal a wide one, so that no name is broken."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    """A console on stdout."""
+    return unbroken(Console())
+
+
+def messages_console() -> Console:
+    """A console on stderr."""
+    return unbroken(Console(stderr=True))
+
+
+def unbroken(console: Console) -> Console:
+    """The console itself; without a terminal it becomes a wide one, so that no name in a file or a pipe is broken."""
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
 
 
 def print_json(answer: dict[str, Any]) -> None:

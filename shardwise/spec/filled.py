@@ -68,6 +68,22 @@ def without_stale(tree: dict[str, Any], overridden: Iterable[str]) -> dict[str, 
     return result
 
 
+def without_contrary(tree: dict[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
+    """A copy of ``tree`` in which what was just given wins: a file that says ``overwrite`` is resumed by ``resume``.
+
+    And the other way round. A resolved ``run.yaml`` keeps what its run was started with, and a run that goes on is
+    started otherwise than the one that began.
+
+    Args:
+        overridden: dotted keys that are set in ``tree`` already.
+    """
+    if not tree.get("overwrite") or tree.get("resume") in (None, "no"):
+        return tree
+    given = {"overwrite", "resume"} & set(overridden)
+    stale = {"overwrite", "resume"} - given if given else set()
+    return {key: value for key, value in tree.items() if key not in stale}
+
+
 def _own_key(key: str) -> str:
     section, _, name = key.partition(".")
     return KEYS.get(name, key) if section == SECTION else key

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardwise.config import NOT_AVAILABLE, nearest
@@ -26,6 +27,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "strategy.cp": (None, 1),
     "strategy.ep": (None, 1),
 }
+
+# What others call a value of ours, where the nearest in spelling is another one.
+_OTHER_NAMES = {"gpu": "cuda", "ascend": "npu"}
 
 
 def parse_run(tree: dict[str, Any], planned: bool = False) -> RunConfig:
@@ -69,8 +73,8 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        key = prefix + (field.alias or name)
+    for name, field in _fields(model).items():
+        key = prefix + name
         yield key
         section = _section(field.annotation)
         if section is not None:
@@ -86,10 +90,10 @@ def _without_empty_sections(tree: dict[str, Any], model: type[BaseModel]) -> dic
 def _config_error(errors: list[ErrorDetails]) -> ConfigError:
     """One message for all that is wrong; the kinds that a value may have are joined by ``or``."""
     found: dict[str, tuple[str, list[str], str]] = {}
-    for error in errors:
-        key = _dotted(error["loc"])
+    for place, error in _innermost(errors):
+        key = place.key
         shown = key if error["type"] in ("missing", "invalid_key") else f"{key} = {error['input']!r}"
-        rule, remedy = _explain(error, key)
+        rule, remedy = _explain(error, place)
         known = found.setdefault(key, (shown, [], remedy))
         if rule not in known[1]:
             known[1].append(rule)
@@ -102,34 +106,69 @@ def _either(rules: list[str]) -> str:
     return ", or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
-    """``('strategy', 'stages', 0)`` -> ``strategy.stages[0]``; names of union branches are left out."""
+class _Place(NamedTuple):
+    """Where an error lies: ``strategy.stages[0]`` of StrategyConfig; ``section`` if a section should stand there."""
+
+    key: str
+    owner: type[BaseModel]
+    section: type[BaseModel] | None
+
+
+def _innermost(errors: list[ErrorDetails]) -> list[tuple[_Place, ErrorDetails]]:
+    """Each error with its place; of a list that might have been a text, what is wrong inside it."""
+    placed = [(_place(error["loc"]), error) for error in errors]
+    keys = {place.key for place, _ in placed}
+    return [(place, error) for place, error in placed if not any(key.startswith(f"{place.key}[") for key in keys)]
+
+
+def _place(location: tuple[int | str, ...]) -> _Place:
+    """The place of ``('strategy', 'stages', 0)``; names of union branches are left out of the key."""
     key = ""
+    owner: type[BaseModel] = RunConfig
     model: type[BaseModel] | None = RunConfig
+    annotation: Any = None
     for part in location:
         if isinstance(part, int):
             key += f"[{part}]"
+            model = _item(annotation)
         elif model is not None:
             key += f".{part}" if key else part
-            fields = {field.alias or name: field for name, field in model.model_fields.items()}
-            model = _section(fields[part].annotation) if part in fields else None
-    return key
+            owner = model
+            field = _fields(model).get(part)
+            annotation = field.annotation if field else None
+            model = _section(annotation)
+    return _Place(key, owner, model)
 
 
-def _explain(error: ErrorDetails, key: str) -> tuple[str, str]:
-    kind, given = error["type"], error["input"]
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _item(annotation: Any) -> type[BaseModel] | None:
+    """The section class that the items of a list are, for a field that may hold such a list."""
+    for candidate in (annotation, *get_args(annotation)):
+        if get_origin(candidate) is tuple:
+            return _section(get_args(candidate)[0])
+    return None
+
+
+def _explain(error: ErrorDetails, place: _Place) -> tuple[str, str]:
+    kind, given, key = error["type"], error["input"], place.key
     if kind == "extra_forbidden":
-        return "unknown key", _suggest(key)
+        return "unknown key", _suggest(key, place.owner)
     if kind == "missing":
         return "missing", f"Give it as {key}=VALUE"
     if kind == "literal_error":
         choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        near = nearest(str(given).lower(), choices)
+        near = _OTHER_NAMES.get(str(given).lower()) or nearest(str(given).lower(), choices)
         return f"must be {error['ctx']['expected']}", f"Did you mean {near}?" if near else ""
     if kind in ("model_type", "model_attributes_type"):
-        return "is a section of keys, not a value", f"Write {key}.KEY=..., one of {_children(key)}"
+        keys = ", ".join(_fields(place.section or place.owner))
+        return "is a section of keys, not a value", f"Write {key}.KEY=..., one of {keys}"
     if kind == "tuple_type":
         return "must be a list", "Write it in brackets, such as [4, 3]"
+    if kind == "dict_type":
+        return "must be names with values", "Write it in braces, such as {prompt: question, response: answer}"
     if kind == "string_type":
         return "must be text", f"Write it in quotes: {key}='{given}'" if isinstance(given, int | float) else ""
     if kind == "value_error":
@@ -137,14 +176,10 @@ def _explain(error: ErrorDetails, key: str) -> tuple[str, str]:
     return error["msg"].replace("Input should be", "must be"), ""
 
 
-def _children(key: str) -> str:
-    return ", ".join(known.removeprefix(f"{key}.") for known in known_keys() if known.startswith(f"{key}."))
-
-
-def _suggest(key: str) -> str:
+def _suggest(key: str, owner: type[BaseModel]) -> str:
     """The nearest key of the same section, else the same name in another section, else what there is."""
     section, _, name = key.rpartition(".")
-    siblings = [known.rpartition(".")[2] for known in known_keys() if known.rpartition(".")[0] == section]
+    siblings = list(_fields(owner))
     near = nearest(name, siblings)
     if near is not None:
         return f"Did you mean {section + '.' if section else ''}{near}?"
@@ -293,7 +328,7 @@ def _check_save(run: RunConfig) -> None:
         not run.overwrite or run.resume == "no",
         f"overwrite = true with resume = {run.resume!r}",
         "it would delete the checkpoints that the run is to go on from",
-        "Leave out one of the two",
+        "Use overwrite=false to go on, or resume=no to start anew",
     )
     _refuse(
         not run.save.async_ or run.save.strategy != "no",

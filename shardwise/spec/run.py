@@ -94,7 +94,9 @@ class DataConfig(_Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _names_are_sources(cls, value: Any) -> Any:
-        """``[a.jsonl, b.jsonl]`` is a list of sources without weights."""
+        """``[a.jsonl, b.jsonl]`` is a list of sources without weights, and a source alone a list of one."""
+        if isinstance(value, dict):
+            return [value]
         if not isinstance(value, list | tuple):
             return value
         return [{"path": item} if isinstance(item, str) else item for item in value]

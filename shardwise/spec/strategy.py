@@ -290,9 +290,11 @@ def _batch(run: RunConfig, pp: int, dp: int) -> tuple[int, int]:
     if rows is None:
         rows = -(-DEFAULT_GLOBAL_BATCH_SIZE // unit) * unit
     if rows % unit:
-        shown = f"{dp} data ranks" + (f" x micro_batch_size {given_m}" if given_m else "")
+        shown = f"{dp} data rank{'s' if dp > 1 else ''}" + (
+            f" x micro_batch_size {given_m} = {unit}" if given_m else ""
+        )
         near = " or ".join(map(str, nearest_multiples(rows, unit)))
-        raise PlanError(f"train.global_batch_size = {rows}", f"is not divisible by {shown} = {unit}", f"Use {near}")
+        raise PlanError(f"train.global_batch_size = {rows}", f"is not divisible by {shown}", f"Use {near}")
     return rows, given_m or _default_micro_batch_size(rows // dp, pp)
 
 

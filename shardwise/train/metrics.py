@@ -25,7 +25,7 @@ class MetricsFile(Callback):
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         if not self._is_cut:  # not before there is something to put in its place: the run may fail until then
-            kept = [line for line in _parsed(_text(self._path)) if int(line["step"]) <= self._first_step]
+            kept = [line for line in read_metrics(self._path.parent) if int(line["step"]) <= self._first_step]
             self._path.write_text("".join(map(_dump, kept)), encoding="utf-8")
             self._is_cut = True
         self._append(metrics)
@@ -36,6 +36,11 @@ class MetricsFile(Callback):
     def _append(self, values: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_dump(values))
+
+
+def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` in their order; none where there is no file."""
+    return _parsed(_text(output_dir / FILE_NAME))
 
 
 def last_step(output_dir: Path) -> int:

@@ -36,6 +36,7 @@ from shardwise.train.identity import RunIdentity, after_restart, check_order, ch
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.optim import Optimizer
+from shardwise.train.page import RunPage
 from shardwise.train.predicted import PredictionReport
 from shardwise.train.previous import ReplacesPrevious
 from shardwise.train.profiling import StepProfiler
@@ -98,6 +99,7 @@ def run_callbacks(run: RunConfig, checkpoint: str | None, say: Callable[[str], N
         *make_trackers(tracker_names(run), os.environ),
         *([StepProfiler(steps, say)] if steps else []),
         *([EarlyStopping(patience)] if patience is not None else []),
+        RunPage(),
     ]
 
 

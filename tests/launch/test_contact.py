@@ -131,3 +131,35 @@ def test_machines_share_the_processes_evenly() -> None:
 )
 def test_which_machines_reach_each_other_over_the_loopback(endpoint: str | None, local: bool) -> None:
     assert Nodes(2, 0, endpoint).is_local is local
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("raise ValueError('mine')", 3, ["x.py", "ValueError: mine", "before its processes were started"]),
+        ("import nowhere_to_be_found", 3, ["ModuleNotFoundError", "before its processes were started"]),
+        ("def broken(:", 3, ["SyntaxError", "x.py", "line 1"]),
+        ("from shardwise.errors import ConfigError\nraise ConfigError('tp = 3', 'a rule')", 2, ["shardwise: tp = 3"]),
+        ("import sys\nsys.exit(7)", 7, []),
+        ("import beside, sys\nprint(__name__, sys.argv[1:], sys.path[0] == beside.FOLDER)", 0, []),
+    ],
+)
+def test_a_script_that_is_run_has_the_status_of_the_contract_before_its_job_too(
+    tmp_path: Path, code: str, status: int, words: list[str]
+) -> None:
+    (tmp_path / "x.py").write_text(code)
+    (tmp_path / "beside.py").write_text("import os\nFOLDER = os.path.dirname(os.path.realpath(__file__))\n")
+    answer = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", "run", "x.py", "--lr", "1"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert answer.returncode == status
+    assert all(part in answer.stderr for part in words)
+    assert answer.stdout == ("" if status else "__main__ ['--lr', '1'] True\n")
+    assert "runpy" not in answer.stderr
+    assert ("Traceback" in answer.stderr) == ("raise Value" in code or "nowhere" in code)

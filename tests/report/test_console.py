@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from shardwise.report.console import gradient_line, show_plan
-from shardwise.spec.plan import Plan
+from shardwise.report.results import unbroken
+from shardwise.spec.plan import Plan, ranks
 from shardwise.spec.rules import parse_run
 from shardwise.spec.strategy import resolve
 from tests.spec.model_folder import make_spec
@@ -81,3 +82,20 @@ def test_the_table_of_a_million_million_ranks_is_short(tmp_path: Path) -> None:
     text = io.StringIO()
     show_plan(run, Plan(model, split, rows, "cpu"), Console(file=text, width=200))
     assert "and 1999999999984 more ranks" in text.getvalue()
+
+
+def test_no_line_is_broken_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    model = make_spec(tmp_path / "m")
+    run = parse_run({"model": "a-long-name/" * 30, "strategy": {"pp": 2, "tp": 2, "dp_shard": 2}})
+    split, rows = resolve(run, model, 1)
+    plan = Plan(model, split, rows, "cpu")
+    shown = {}
+    for is_terminal in (False, True):
+        text = io.StringIO()
+        show_plan(run, plan, unbroken(Console(file=text, force_terminal=is_terminal, no_color=True)))
+        shown[is_terminal] = text.getvalue()
+    assert shown[False].splitlines()[1].startswith("strategy")
+    assert all(str(share) in shown[False] for share in ranks(plan))
+    assert max(map(len, shown[False].splitlines()[1:])) > 40
+    assert not shown[True].splitlines()[1].startswith("strategy"), "a terminal's own width counts"

@@ -23,6 +23,33 @@ def _message(*overrides: str, **tree: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("key", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"path": "a", "weigth": 3}, ["[1].weigth = 3: unknown key", "[1].weight?"]),
+        ({"path": "a", "qqqq": 3}, ["[1].qqqq = 3: unknown key", "path, weight, format, columns"]),
+        ({"path": "a", "weight": "x"}, ["[1].weight = 'x'", "number"]),
+        ({"path": "a", "format": "mesages"}, ["[1].format = 'mesages'", "messages?"]),
+        ({"path": "a", "columns": "b"}, ["[1].columns = 'b'", "{prompt: question"]),
+        ({"format": "text"}, ["[1].path: missing"]),
+        (3, ["[1] = 3", "path, weight, format, columns"]),
+    ],
+)
+def test_what_is_wrong_inside_a_source_is_refused_there_and_nowhere_else(
+    key: str, source: Any, words: list[str]
+) -> None:
+    message = _message(data={key: ["other.jsonl", source]})
+    assert all(part in message for part in words)
+    assert f"data.{key}[1]" in message
+    assert "Also" not in message
+
+
+def test_a_source_alone_is_a_list_of_one() -> None:
+    alone, listed = (_parse(data={"train": given}).data for given in ({"path": "a"}, [{"path": "a"}]))
+    assert alone == listed
+
+
 # Every key of the contract whose feature is not built yet, with a value that asks for it.
 NOT_BUILT = [
     "trust_remote_code=true",
@@ -75,6 +102,8 @@ def test_neutral_values_of_such_keys_are_accepted() -> None:
         ("recompute=-1", ["strategy.recompute = -1", "'none'", "or greater than or equal to 0"]),
         ("stages=4,3", ["strategy.stages = '4,3'", "list", "[4, 3]"]),
         ("stages=[4, 0]", ["strategy.stages[1] = 0", "greater than 0"]),
+        ("device=gpu", ["device = 'gpu'", "mean cuda?"]),
+        ("device=Ascend", ["device = 'Ascend'", "mean npu?"]),
         ("train.optimizer=adam", ["train.optimizer = 'adam'", "'adamw' or 'sgd'", "mean adamw?"]),
         ("train.learning_rate=.nan", ["train.learning_rate = nan", "finite"]),
         ("train.learning_rate=-1", ["train.learning_rate = -1", "0"]),

@@ -101,8 +101,11 @@ def test_the_batch_arithmetic(model: ModelSpec, overrides: list[str], batch: tup
         (["dp=4", "dp_replicate=2", "dp_shard=3"], ["dp_replicate = 2", "dp_shard = 3", "dp=6"]),
         (["dp=4", "dp_replicate=1", "dp_shard=2"], ["dp_replicate = 1", "dp_shard = 2", "dp=2"]),
         (["train.global_batch_size=10", "dp=4", "micro_batch_size=2"], ["= 10", "4 data ranks", "8 or 16"]),
-        (["train.global_batch_size=3", "dp=4"], ["= 3", "4 data ranks", "Use 4"]),
-        (["micro_batch_size=5", "train.global_batch_size=8"], ["= 8", "micro_batch_size 5", "5 or 10"]),
+        (["train.global_batch_size=3", "dp=4"], ["= 3: is not divisible by 4 data ranks. Use 4"]),
+        (
+            ["micro_batch_size=5", "train.global_batch_size=8"],
+            ["= 8", "by 1 data rank x micro_batch_size 5 = 5. Use 5 or 10"],
+        ),
         (["recompute=5"], ["strategy.recompute = 5", "4 blocks", "at most 4"]),
     ],
 )

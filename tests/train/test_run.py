@@ -83,7 +83,7 @@ def test_a_run_leaves_what_the_contract_says(short: Job) -> None:
     nothing = {"rank": None, "error": None, "checkpoint": None, "reason": None, "ended_at": None, "first_step": 0}
     nothing |= {"restarts": 0, "restart_seconds": None, "prediction": None}
     assert short.status() == {"state": "done", "exit_code": 0, "step": STEPS} | nothing
-    names = {"run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "export"}
+    names = {"run.yaml", "plan.json", "metrics.jsonl", "status.json", "report.html", "logs", "export"}
     assert {path.name for path in short.output_dir.iterdir()} == names
     assert short.stdout == f"{short.output_dir / 'export'}\n"
     assert "Traceback" not in short.stderr
