@@ -198,6 +198,9 @@ class Trainer:
             put(tree, "tokenizer", self._tokenizer, "Trainer(tokenizer)")
         if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
             tree["data"]["train"] = tree["data"]["eval"]
+        for callback in self._callbacks:
+            for key, value in getattr(callback, "keys_given", {}).items():
+                put(tree, key, value, type(callback).__name__)
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
         tree = apply_overrides(tree, presets(os.environ))
         return to_be_planned(tree, self.args.tree) if AMBIENT.planned else tree
