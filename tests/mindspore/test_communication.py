@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.errors import ConfigError
@@ -13,13 +11,6 @@ from shardwise.mindspore.communication import management
 PLACE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 FUNCTIONS = ("get_rank", "get_group_size", "get_local_rank", "get_local_rank_size", "get_process_group_ranks")
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("SHARDWISE_PRESETS", raising=False)
-    yield
-    communication._Holder.place = None
 
 
 def test_a_place_is_known_after_init_only() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +11,9 @@ from shardwise.api.ambient import AMBIENT
 from shardwise.errors import ConfigError
 from shardwise.mindspore import context
 from shardwise.mindspore.parallel import context as parallel_context
+from tests.mindspore.helpers import keys
 
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*PLACE, "SHARDWISE_PRESETS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SHARDWISE_DEVICE", "cpu")
-    yield
-    ms.reset_auto_parallel_context()
-    AMBIENT.keys.clear()
-
-
-def keys() -> dict[str, Any]:
-    return {key: value for key, (value, _) in AMBIENT.keys.items()}
 
 
 def test_the_numbers_reach_the_trainer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,9 @@ from shardwise.api.auto import ModelHandle
 from shardwise.errors import ConfigError
 from shardwise.mindspore.parallel import auto_parallel
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
+from tests.mindspore.helpers import keys
 
 MODEL = ModelHandle("m", Path("m"), {"trust_remote_code": True})
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("SHARDWISE_PRESETS", raising=False)
-    yield
-    ms.reset_auto_parallel_context()
-    ms.reset_algo_parameters()
-
-
-def keys() -> dict[str, Any]:
-    return {key: value for key, (value, _) in AMBIENT.keys.items()}
 
 
 def test_a_model_is_split_as_its_methods_say_and_stays_the_model() -> None:
