@@ -115,10 +115,10 @@ class Trainer:
         self._tokenizer = _tokenizer(more)
         self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
         self._strategy = dict(strategy or {})
-        self._micro_batch_num: int | None = None
         self._callbacks = _checked(callbacks)
         self._session: Session | None = None
         self._trained = False
+        self._micro_batch_num: int | None = None
         tree = self._tree()
         run = parse_run(translate(tree)[0])
         for note in self.args.notes:
