@@ -326,11 +326,11 @@ def _described(name: str, degrees: list[int], models_dir: str | None) -> dict[st
     from shardwise.check.description import describe
     from shardwise.launch.hub import locate_model
     from shardwise.log import say
-    from shardwise.tensor.cache import TableCache, cache_folder
+    from shardwise.tensor.cache import TableCache, table_folder
 
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
     found = locate_model(name, models_dir, only_config=True)
-    return describe(found, degrees, TableCache(cache_folder(os.environ)), say)
+    return describe(found, degrees, TableCache(table_folder(os.environ)), say)
 
 
 def _is_folder(name: str, models_dir: str | None) -> bool:

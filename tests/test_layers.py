@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,12 @@ def test_files_and_functions_stay_short(path: Path) -> None:
     assert len(text.splitlines()) < MAX_FILE_LINES
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     assert [f.name for f in functions if (f.end_lineno or 0) - f.lineno + 1 > MAX_FUNCTION_LINES] == []
+
+
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in (ROOT / "shardwise").glob("*/__init__.py")))
+def test_what_a_room_says_of_its_modules_is_there(room: str) -> None:
+    folder = ROOT / "shardwise" / room
+    told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    assert told, "a room says what it is for"
+    modules = {path.stem for path in folder.iterdir()}
+    assert [name for name in re.findall(r"``([a-z_]+)``", told) if name not in modules] == []

@@ -15,6 +15,7 @@ __all__ = [
     "contact",
     "device_override",
     "devices_said",
+    "num_local_ranks",
     "processes_without_trainer",
     "rank_here",
 ]
@@ -88,3 +89,8 @@ def rank_here() -> int | None:
     """This process's rank, None where no launcher started it."""
     place = current_place(os.environ)
     return place.rank if place else None
+
+
+def num_local_ranks(place: Place) -> int:
+    """Number of the job's processes on this machine; a launcher that does not say has one machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))

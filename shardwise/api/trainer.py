@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.place import presets
 from shardwise.launch.resolve import choose_device, prepare
 from shardwise.log import say
-from shardwise.spec.aliases import put, translate
+from shardwise.spec.aliases import SECTION, put, translate
 from shardwise.spec.rules import parse_run
 from shardwise.train.callbacks import Callback
 
@@ -39,6 +39,7 @@ _REFUSED = {
     "model_init": "use AutoModel.from_config(name) for random weights",
     "peft_config": "use TrainingArguments(use_lora=True)",
 }
+_TASK = "text_generation"  # MindFormers' name of what is trained here
 _TAKEN = (
     "model",
     "args",
@@ -46,6 +47,7 @@ _TAKEN = (
     "eval_dataset",
     "tokenizer",
     "processing_class",
+    "task",
     "strategy",
     "callbacks",
     "check",
@@ -86,6 +88,7 @@ class Trainer:
         eval_dataset: the same, for evaluation.
         tokenizer: of text rows, as an object or as a folder; None: that of the model. ``processing_class`` is its
             other name.
+        task: None or MindFormers' "text_generation".
         strategy: keys of the section ``strategy``, such as ``{"pp": 2, "tp": 2}``.
         callbacks: told of what happens, in this order; every rank makes the same ones (:class:`Callback`).
         check: before the job starts, prove the strategy on a small copy of the model, on a few CPU processes.
@@ -115,6 +118,7 @@ class Trainer:
         self._callbacks = _checked(callbacks)
         self._session: Session | None = None
         self._trained = False
+        self._micro_batch_num: int | None = None
         tree = self._tree()
         run = parse_run(translate(tree)[0])
         for note in self.args.notes:
@@ -143,6 +147,35 @@ class Trainer:
         known = [loss for loss in losses if loss is not None]
         mean = sum(known) / len(known) if known else None
         return TrainResult(session.step, known[-1] if known else None, mean)
+
+    def finetune(
+        self, finetune_checkpoint: Any = None, resume_training: bool | str | os.PathLike[str] | None = None
+    ) -> TrainResult:
+        """:meth:`train` under MindFormers' name.
+
+        Raises:
+            ConfigError: a ``finetune_checkpoint``: the weights are those of the model.
+        """
+        if finetune_checkpoint:
+            rule = "is not supported: the weights that training begins with are those of the model"
+            raise ConfigError(f"finetune_checkpoint = {finetune_checkpoint!r}", rule, "Name its folder as the model")
+        return self.train(resume_training)
+
+    def set_parallel_config(self, **config: Any) -> None:
+        """MindFormers' section ``parallel_config``, key by key; to be called before the model is used.
+
+        Raises:
+            ConfigError: an unknown key, one that differs from ``strategy``, or the model has been loaded before.
+        """
+        if self._session is not None:
+            rule = "the model has been loaded before"
+            raise ConfigError("set_parallel_config()", rule, "Call set_parallel_config() first")
+        translated, notes = translate({SECTION: config})
+        for note in notes:
+            say(note)
+        for key, value in translated.get("strategy", {}).items():
+            put({"strategy": self._strategy}, f"strategy.{key}", value, "set_parallel_config")
+        self._micro_batch_num = translated.get("train", {}).get("gradient_accumulation_steps", self._micro_batch_num)
 
     def evaluate(self) -> dict[str, float]:
         """``eval_loss`` over all rows of ``eval_dataset``, and ``eval_tokens``; the same on every rank."""
@@ -182,7 +215,7 @@ class Trainer:
         """Everything that was said, as the keys of one run.yaml; the command line has the last word."""
         train_rows = self._datasets[TRAIN_ROWS]
         batch_size = getattr(train_rows, "batch_size_given", None)
-        batch = {"batch_size": batch_size, "micro_batch_num": AMBIENT.micro_batch_num}
+        batch = {"batch_size": batch_size, "micro_batch_num": self._micro_batch_num or AMBIENT.micro_batch_num}
         tree = AMBIENT.add_to(self.args.tree_for(**batch, num_stages=self._num_stages()))
         for key, value in self.model.tree().items():
             put(tree, key, value, "Trainer(model)")
@@ -198,6 +231,9 @@ class Trainer:
             put(tree, "tokenizer", self._tokenizer, "Trainer(tokenizer)")
         if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
             tree["data"]["train"] = tree["data"]["eval"]
+        for callback in self._callbacks:
+            for key, value in getattr(callback, "keys_given", {}).items():
+                put(tree, key, value, type(callback).__name__)
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
         tree = apply_overrides(tree, presets(os.environ))
         return to_be_planned(tree, self.args.tree) if AMBIENT.planned else tree
@@ -270,6 +306,9 @@ def _tokenizer(more: dict[str, Any]) -> Any:
         if name in _REFUSED:
             if value is not None:
                 raise ConfigError(f"Trainer({name}=...)", f"is not supported: {_REFUSED[name]}", f"Leave {name} out")
+        elif name == "task":
+            if value not in (None, _TASK):
+                raise ConfigError(f"Trainer(task={value!r})", f"must be {_TASK!r}", "Leave task out")
         elif name not in ("tokenizer", "processing_class"):
             raise unknown("Trainer", name, value, [*_TAKEN, *_REFUSED])
     given = [more[name] for name in ("processing_class", "tokenizer") if more.get(name) is not None]

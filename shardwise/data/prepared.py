@@ -34,7 +34,7 @@ from shardwise.data.tokenise import Chunk, Limits, tokenise
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.lifeline import die_with_parent
 from shardwise.models.tokenizer import load_tokenizer
-from shardwise.spec.described import code_hash, write_whole
+from shardwise.spec.cache import code_hash, write_whole
 from shardwise.spec.template import template_text
 
 if TYPE_CHECKING:

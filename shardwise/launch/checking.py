@@ -19,7 +19,7 @@ from shardwise.launch.forkserver import PRELOAD_MORE
 from shardwise.launch.resolve import prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
-from shardwise.tensor.cache import cache_folder
+from shardwise.tensor.cache import table_folder
 
 SCHEMA = 1
 _FAILED = 3
@@ -66,7 +66,7 @@ def _run_layout(run: RunConfig, plan: Plan, layout: dict[str, int]) -> tuple[int
     try:
         (folder / RUN).write_text(dump_run(run), encoding="utf-8")
         replace(plan, device_type="cpu").save(folder / PLAN)
-        tables = cache_folder(os.environ)
+        tables = table_folder(os.environ)
         request = {"degrees": layout, "tables": None if tables is None else str(tables)}
         (folder / LAYOUT).write_text(json.dumps(request), encoding="utf-8")
         env = {PRELOAD_MORE: "peft"} if run.lora else None

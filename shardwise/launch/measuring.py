@@ -6,7 +6,6 @@ code that measures. What is measured in full takes the place of what was measure
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch.agent import launch, threads_of
@@ -28,8 +26,8 @@ from shardwise.log import say
 from shardwise.measure.names import ANSWER, REQUEST, TARGET
 from shardwise.measure.profile import profile_of
 from shardwise.measure.samples import Samples
+from shardwise.spec.cache import cache_folder, code_hash, hash_of_all, write_whole
 from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.described import code_hash, description_folder, write_whole
 from shardwise.spec.plan import DeviceType
 
 AUTO = "auto"  # the name of the profile that is measured here
@@ -193,13 +191,12 @@ def _run_child(command: list[str], environ: Mapping[str, str]) -> subprocess.Com
 
 
 def _path(processes: int, level: str, device_type: str, environ: Mapping[str, str]) -> Path | None:
-    folder = description_folder(environ)
+    folder = cache_folder(environ, "machine")
     if folder is None:
         return None
-    parts: list[Any] = [cpu_name(), processes, threads_of(processes, environ), device_type]
+    parts = [cpu_name(), processes, threads_of(processes, environ), device_type]
     parts += [version("torch"), code_hash(("measure",))]
-    digest = hashlib.sha256(chr(0).join(map(str, parts)).encode()).hexdigest()[:16]
-    return folder.parent / "machine" / f"{device_type}-{processes}-{level}-{digest}.json"
+    return folder / f"{device_type}-{processes}-{level}-{hash_of_all(parts)[:16]}.json"
 
 
 def _main(processes: int, level: str) -> int:

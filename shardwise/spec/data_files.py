@@ -6,7 +6,7 @@ import glob
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.spec.described import description_folder
+from shardwise.spec.cache import cache_folder
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # may follow one of these
@@ -32,5 +32,4 @@ def named_files(pattern: Path) -> list[Path]:
 
 def data_folder(environ: Mapping[str, str]) -> Path | None:
     """``shardwise/data`` in the user's cache; None for a user without a home."""
-    models = description_folder(environ)
-    return None if models is None else models.with_name("data")
+    return cache_folder(environ, "data")

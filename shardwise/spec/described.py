@@ -6,17 +6,14 @@ as none. Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from shardwise.spec.cache import cache_folder, code_hash, hash_of_all, write_whole
 
 SIZES = "sizes"  # the kind of description that is a ModelSpec; Manner.kind names those that are ModelCosts
 _ROOMS = ("check", "models", "parallel", "spec", "tensor")  # the code that describes
@@ -52,8 +49,7 @@ FIRST_MANNER = Manner()
 
 def description_folder(environ: Mapping[str, str]) -> Path | None:
     """``shardwise/models`` in the user's cache; None for a user without a home."""
-    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
-    return None if base is None else Path(base) / "shardwise" / "models"
+    return cache_folder(environ, "models")
 
 
 @dataclass(frozen=True)
@@ -80,26 +76,4 @@ class DescriptionCache:
     def _path(self, model_hash: str, kind: str) -> Path:
         assert self.folder is not None
         parts = [model_hash, kind, version("torch"), version("transformers"), code_hash(_ROOMS)]
-        return self.folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of a cache, whole or not at all; where it cannot be written nothing is."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-
-@cache
-def code_hash(rooms: tuple[str, ...]) -> str:
-    """A hash of the code in some rooms of this package; it stands for its version, and changes between two of them."""
-    root = Path(__file__).resolve().parents[1]
-    files = [path for room in rooms for path in sorted((root / room).glob("*.py"))]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+        return self.folder / f"{hash_of_all(parts)}.json"

@@ -6,7 +6,6 @@ as none. Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.spec.described import code_hash, write_whole
+from shardwise.spec.cache import cache_folder, code_hash, hash_of_all, write_whole
 from shardwise.tensor.table import ShardingTable
 
 _PASSING = ("_name_or_path", "transformers_version")  # where a configuration was found, and who wrote it
 _ROOMS = ("models", "parallel", "spec", "tensor")  # the code that makes tables
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path | None:
+def table_folder(environ: Mapping[str, str]) -> Path | None:
     """``shardwise/tables`` in the user's cache; None for a user without a home."""
-    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
-    return None if base is None else Path(base) / "shardwise" / "tables"
+    return cache_folder(environ, "tables")
 
 
 @dataclass(frozen=True)
@@ -60,4 +58,4 @@ class TableCache:
         fields = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
         described = json.dumps(fields, sort_keys=True, default=str)
         parts = [type(config).__name__, described, attention, str(degree), str(sequence), str(whole), *versions]
-        return self.folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
+        return self.folder / f"{hash_of_all(parts)}.json"

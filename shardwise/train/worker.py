@@ -26,7 +26,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig, dump_run, tracker_names
-from shardwise.tensor.cache import TableCache, cache_folder
+from shardwise.tensor.cache import TableCache, table_folder
 from shardwise.train.callbacks import Callback
 from shardwise.train.compiler_cache import CompilerCache
 from shardwise.train.context import WorkerContext
@@ -143,7 +143,7 @@ def build_parts(
     eval_rows = reader.eval_rows() or apart
     meter = MemoryMeter(device)
     was_measured = plan.model.measured
-    loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(cache_folder(os.environ)))
+    loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(table_folder(os.environ)))
     if loaded.adapters is not None:
         say(f"LoRA      {loaded.adapters}")
         if run.model_init == "random":

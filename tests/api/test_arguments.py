@@ -213,3 +213,42 @@ def test_a_number_that_is_none_is_refused_by_name(given: dict[str, Any]) -> None
     (name,) = given
     with pytest.raises(ConfigError, match=rf"{name} = .*must be a whole number"):
         TrainingArguments(**given)
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """One of MindFormers' task, in a process that starts nothing."""
+    monkeypatch.setattr("shardwise.api.trainer.contact", lambda count, devices: None)
+    args = TrainingArguments(batch_size=2)
+    more: dict[str, Any] = {"task": "text_generation"}
+    return Trainer(ModelHandle("m", Path("m")), args, train_dataset=[{}], strategy={"tp": 2}, **more)
+
+
+def test_a_parallel_config_is_the_strategy_of_its_trainer(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer.set_parallel_config(data_parallel=2, model_parallel=2, pipeline_stage=2, micro_batch_num=4)
+    trainer.set_parallel_config(vocab_emb_dp=True)
+    assert "vocab_emb_dp = True: no effect" in capsys.readouterr().err
+    found = trainer._tree()
+    assert found["strategy"] == {"dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2}
+    assert found["train"]["gradient_accumulation_steps"] == 4
+
+
+def test_a_parallel_config_that_does_not_fit_is_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"set_parallel_config = 4 and strategy\.tp = 2"):
+        trainer.set_parallel_config(model_parallel=4)
+    with pytest.raises(ConfigError, match=r"Did you mean parallel_config\.model_parallel\?"):
+        trainer.set_parallel_config(model_paralel=4)
+    monkeypatch.setattr(trainer, "_session", object())
+    with pytest.raises(ConfigError, match="the model has been loaded before"):
+        trainer.set_parallel_config(data_parallel=2)
+
+
+def test_finetune_is_train_and_begins_with_the_weights_of_the_model(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "train", lambda resume: ("trained", resume))
+    assert trainer.finetune(False, resume_training=True) == ("trained", True)
+    with pytest.raises(ConfigError, match=r"finetune_checkpoint = 'x\.ckpt'"):
+        trainer.finetune("x.ckpt")
+    with pytest.raises(ConfigError, match=r"Trainer\(task='image_classification'\): must be 'text_generation'"):
+        Trainer(trainer.model, task="image_classification")

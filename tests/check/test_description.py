@@ -17,7 +17,7 @@ from shardwise.check.description import describe, ranges
 from shardwise.errors import ConfigError
 from shardwise.models.shrink import build_small, shrink
 from shardwise.parallel.tensor import proven_table
-from shardwise.tensor.cache import TableCache, cache_folder
+from shardwise.tensor.cache import TableCache
 from shardwise.tensor.simulate import compare, reference
 from shardwise.tensor.trace import run
 from tests.check.test_check import make_config
@@ -176,9 +176,3 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
         tables = TableCache(folder)
         tables.keep(_meta().config, proven_table(_meta(), 2))
         assert tables.find(_meta().config, 2) is None
-
-
-def test_where_the_cache_is() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/shardwise/tables")
-    assert cache_folder({"HOME": "/h"}) == Path("/h/.cache/shardwise/tables")
-    assert cache_folder({}) is None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shardwise.spec.tolerance import FP32_LOSS
 from tests.fixtures import make_model, make_rows
@@ -354,6 +355,26 @@ ms.set_context(mode=ms.GRAPH_MODE)
     assert f"compile: {str(compiled).lower()}\n" in (job.output_dir / "run.yaml").read_text()
     times = [json.loads(line).get("compile_seconds") for line in (job.output_dir / "metrics.jsonl").open()]
     assert any(times) == compiled
+
+
+def test_a_split_by_methods_and_callbacks_of_mindspore_train_as_one_process(
+    inputs: Path, tmp_path: Path, expected: list[float]
+) -> None:
+    text = """
+import shardwise.mindspore as ms
+from shardwise.mindspore.train.callback import CheckpointConfig, LossMonitor, ModelCheckpoint
+model = ms.parallel.AutoParallel(model)
+model.pipeline(stages=2, scheduler="gpipe")
+callbacks = [LossMonitor(2), ModelCheckpoint(config=CheckpointConfig(save_checkpoint_steps=2))]
+"""
+    train = TRAIN.replace('"pp": 2, ', "").replace("strategy=", "callbacks=callbacks, strategy=")
+    with script(inputs, tmp_path, text + train) as job:
+        assert job.wait() == 0, job.stderr
+    assert losses(job.output_dir) == pytest.approx(expected, rel=FP32_LOSS)
+    settings = yaml.safe_load((job.output_dir / "run.yaml").read_text())
+    assert (settings["strategy"]["schedule"], settings["log"]["steps"]) == ("gpipe", 2)
+    checkpoints = sorted(path.name for path in (job.output_dir / "checkpoints").glob("step-*"))
+    assert checkpoints == ["step-00000002", "step-00000004"]
 
 
 # One rank dies at the end of its third step, in the first attempt alone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,22 +10,10 @@ import shardwise.mindspore as ms
 from shardwise.api.ambient import AMBIENT
 from shardwise.errors import ConfigError
 from shardwise.mindspore import context
+from shardwise.mindspore.parallel import context as parallel_context
+from tests.mindspore.helpers import keys
 
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*PLACE, "SHARDWISE_PRESETS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SHARDWISE_DEVICE", "cpu")
-    yield
-    ms.reset_auto_parallel_context()
-    AMBIENT.keys.clear()
-
-
-def keys() -> dict[str, Any]:
-    return {key: value for key, (value, _) in AMBIENT.keys.items()}
 
 
 def test_the_numbers_reach_the_trainer() -> None:
@@ -92,19 +79,19 @@ def test_stand_alone_is_one_device() -> None:
         ms.set_auto_parallel_context(device_num=2)
 
 
-@pytest.mark.parametrize("name", context._NO_EFFECT)
+@pytest.mark.parametrize("name", context.NO_EFFECT)
 def test_an_argument_of_set_context_without_effect_says_why(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     ms.set_context(**{name: 3})
-    assert capsys.readouterr().err == f"set_context({name}=3) has no effect: {context._NO_EFFECT[name]}\n"
+    assert capsys.readouterr().err == f"set_context({name}=3) has no effect: {context.NO_EFFECT[name]}\n"
     assert ms.get_context(name) == 3
 
 
-@pytest.mark.parametrize("name", context._PARALLEL_NO_EFFECT)
+@pytest.mark.parametrize("name", parallel_context.NO_EFFECT)
 def test_an_argument_of_the_parallel_context_without_effect_says_why(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ms.set_auto_parallel_context(**{name: 3})
-    assert context._PARALLEL_NO_EFFECT[name] in capsys.readouterr().err
+    assert parallel_context.NO_EFFECT[name] in capsys.readouterr().err
     assert keys() == {}
 
 
@@ -203,12 +190,39 @@ def test_the_seed_is_that_of_the_run_and_of_python() -> None:
         ms.set_seed(-1)
 
 
-def test_a_place_is_known_after_init_only() -> None:
-    for function in (ms.communication.get_rank, ms.communication.get_group_size, ms.communication.release):
-        with pytest.raises(ConfigError, match=r"Call communication.init\(\) first"):
-            function()
-    with pytest.raises(ConfigError, match="backend_name = 'mpi'"):
-        ms.communication.init("mpi")
+def test_a_seed_can_be_asked_for() -> None:
+    assert ms.get_seed() is None
+    ms.set_seed(5)
+    assert ms.get_seed() == 5
+    ms.dataset.config.set_seed(6)
+    assert keys() == {"train.seed": 5, "data.seed": 6}
+    with pytest.raises(ConfigError, match=r"config\.set_seed"):
+        ms.dataset.config.set_seed(True)
+
+
+def test_a_device_can_be_set_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    ms.set_device("CPU", 0)
+    assert "set_device(device_id=0) has no effect" in capsys.readouterr().err
+    assert (keys(), ms.get_context("device_target")) == ({"device": "cpu"}, "CPU")
+    ms.set_device("Ascend")
+    assert "set_device(device_target='Ascend'): the device is cpu" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="device_target = 'NPU': must be one of Ascend, GPU, CPU"):
+        ms.set_device("NPU")
+
+
+def test_settings_of_how_rows_are_read_and_of_bits_say_why_they_have_no_effect(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ms.dataset.config.set_num_parallel_workers(8)
+    ms.dataset.config.set_prefetch_size(8)
+    ms.dataset.config.set_auto_num_workers(True)
+    ms.dataset.config.set_enable_shared_mem(True)
+    ms.set_deterministic(True)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert all(") has no effect: " in line for line in lines)
+    with pytest.raises(ConfigError, match="deterministic = 'ON'"):
+        ms.set_deterministic("ON")  # type: ignore[arg-type]
 
 
 def test_what_the_context_says_and_the_trainer_contradicts() -> None:

@@ -151,3 +151,42 @@ def test_the_size_after_take_counts_the_batches_that_are_left() -> None:
     data = GeneratorDataset(generate, COLUMNS).batch(2)
     assert [data.take(1).get_dataset_size(), data.skip(1).get_dataset_size()] == [1, 1]
     assert data.take(1).batch_size_given == 2
+
+
+def test_rows_are_filtered_renamed_and_projected_in_the_order_of_the_calls() -> None:
+    dataset = GeneratorDataset(PAIRS, COLUMNS).filter(lambda text: text != "a", "input")
+    assert list(dataset) == rows(1, 2)
+    assert list(dataset.take(1)) == rows(1)
+    assert list(GeneratorDataset(PAIRS, COLUMNS).take(1).filter(lambda first, second: first != "a")) == []
+    renamed = dataset.rename(["output", "input"], ["answer", "question"])
+    assert renamed.get_col_names() == ["question", "answer"]
+    assert list(renamed.project("answer")) == [{"answer": "d"}, {"answer": "f"}]
+    assert list(renamed.batch(1).skip(1).project(["answer"]).map(str.upper, "answer")) == [{"answer": "F"}]
+    assert dataset.get_dataset_size() == 2
+
+
+def test_the_iterators_go_through_the_rows_as_often_as_it_is_said() -> None:
+    dataset = GeneratorDataset(PAIRS, COLUMNS).take(2)
+    assert list(dataset.create_dict_iterator(num_epochs=2)) == rows(0, 1) * 2
+    assert list(dataset.create_tuple_iterator(["output", "input"])) == [("b", "a"), ("d", "c")]
+    endless = dataset.create_tuple_iterator(num_epochs=-1, output_numpy=True)
+    assert [next(endless) for _ in range(5)] == [*PAIRS[:2], *PAIRS[:2], PAIRS[0]]
+    with pytest.raises(ConfigError, match="num_epochs = 0"):
+        next(dataset.create_dict_iterator(num_epochs=0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda dataset: dataset.batch(2).filter(bool), "filter\\(\\) after batch"),
+        (lambda dataset: dataset.filter(bool, "text"), "input_columns = \\['text'\\]: the columns are input, output"),
+        (lambda dataset: dataset.project("text"), "the columns are input, output"),
+        (lambda dataset: dataset.rename("input", ["a", "b"]), "1 input_columns for 2 names"),
+        (lambda dataset: dataset.rename("input", "output"), "would name the columns"),
+        (lambda dataset: dataset.concat([dataset]), "GeneratorDataset.concat: is not there: join the rows"),
+        (lambda dataset: dataset.split([0.5, 0.5]), "data.val_size"),
+    ],
+)
+def test_what_cannot_be_done_with_rows_is_refused(change: Callable[[GeneratorDataset], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        change(GeneratorDataset(PAIRS, COLUMNS))

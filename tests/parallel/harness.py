@@ -30,7 +30,7 @@ from shardwise.spec.layout import ParamLayout, covers
 from shardwise.spec.run import TrainConfig
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.tolerance import relative_error
-from shardwise.tensor.cache import TableCache, cache_folder
+from shardwise.tensor.cache import TableCache, table_folder
 from shardwise.testing import run_distributed
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
@@ -41,7 +41,7 @@ from tests.parallel.exact import Exact
 
 def known_tables() -> TableCache:
     """Tables that an earlier row has found; each model is searched once a degree. Other tests search on their own."""
-    return TableCache(cache_folder(os.environ))
+    return TableCache(table_folder(os.environ))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,8 @@ from tests.train.runs import Result, make_inputs, run
 pytestmark = pytest.mark.slow
 STEPS = 6
 BASE = ["train.global_batch_size=4", f"train.max_steps={STEPS}", "train.learning_rate=0.01", "dp_shard=2"]
-SAVING = ["save.strategy=steps", "save.steps=2", "save.keep=2"]
+FIRST_SAVE = 2
+SAVING = ["save.strategy=steps", f"save.steps={FIRST_SAVE}", "save.keep=2"]
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +56,27 @@ def test_links_name_the_newest_and_the_best(plain: Result) -> None:
 
 
 class _SlowWrites(Callback):
-    """Writing takes so long that steps go on before it is through; notes when checkpoints are told of."""
+    """The first write ends after the step that follows the one that it saves; notes when checkpoints are told of."""
 
     may_stop = False
 
     def __init__(self) -> None:
         self.notes: list[tuple[int, str]] = []
-        self._step = 0
+        self._step, self._has_gone_on = 0, threading.Event()
 
     def on_train_begin(self, info: RunInfo) -> None:
         write = save_job.SaveJob._write_own_files
 
         def slow(job: save_job.SaveJob) -> None:
-            time.sleep(0.2 if self.notes else 1.0)  # the first waits long enough for a step on any machine
+            self._has_gone_on.wait(60)
             write(job)
 
         save_job.SaveJob._write_own_files = slow  # type: ignore[method-assign]
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._step = step
+        if step > FIRST_SAVE:
+            self._has_gone_on.set()
 
     def on_save(self, path: Path) -> None:
         self.notes.append((self._step, path.name))
@@ -91,7 +94,7 @@ def test_a_background_save_holds_the_state_of_its_own_step(inputs: Path, plain: 
     assert _weights(result) == _weights(plain)
     told = result.callbacks[0][0]
     assert [name for _, name in told] == [f"step-{step:08d}" for step in (2, 4, 6)]
-    assert told[0][0] > 2, "steps went on while the first was written"
+    assert told[0][0] > FIRST_SAVE, "steps went on while the first was written"
     assert result.status().checkpoint == f"checkpoints/step-{STEPS:08d}"
     for step in (4, 6):
         shutil.rmtree(result.output_dir / "checkpoints" / f"step-{step:08d}")
