@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
+from shardwise.spec.learning_rate import check_schedule_settings
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.run import COLUMNS, TRACKERS, RunConfig, data_sources, tracker_names
 
@@ -260,6 +261,7 @@ def _check_optimizer(run: RunConfig) -> None:
             f"belongs to the optimizer {other}, and train.optimizer is {train.optimizer}",
             f"Leave train.{name} out, or use train.optimizer: {other}",
         )
+    check_schedule_settings(train)
 
 
 def _check_compile(run: RunConfig) -> None:
