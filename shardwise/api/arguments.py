@@ -267,6 +267,18 @@ def _eval_rows(args: TrainingArguments, value: Any, name: str) -> None:
     args.per_device_eval_rows = args._number(name)
 
 
+def _best_at_end(args: TrainingArguments, value: Any, name: str) -> None:
+    if value:
+        args._put("save.best", "eval_loss", name)
+        args._put("save.export", "best", name)
+
+
+def _best_metric(args: TrainingArguments, value: Any, name: str) -> None:
+    """Hugging Face reads ``loss`` as ``eval_loss``; without ``load_best_model_at_end`` it asks for nothing."""
+    if value not in (None, "loss", "eval_loss"):
+        raise ConfigError(f"{name} = {value!r}", "the loss is all that is evaluated", f"Use {name}='eval_loss'")
+
+
 def _cpu(args: TrainingArguments, value: Any, name: str) -> None:
     if value:
         args._put("device", "cpu", name)
@@ -287,6 +299,8 @@ _TRANSLATIONS: dict[str, Callable[[TrainingArguments, Any, str], None]] = {
     "eval_strategy": _evaluation,
     "evaluation_strategy": _evaluation,
     "per_device_eval_batch_size": _eval_rows,
+    "load_best_model_at_end": _best_at_end,
+    "metric_for_best_model": _best_metric,
     "use_cpu": _cpu,
     "no_cuda": _cpu,
 }

@@ -54,6 +54,8 @@ HONOURED: dict[str, str | None] = {
     "save_strategy": "save.strategy",
     "save_steps": None,
     "save_total_limit": "save.keep",
+    "load_best_model_at_end": None,
+    "metric_for_best_model": None,
     "use_cpu": None,
     "no_cuda": None,
     "use_lora": "use_lora",
@@ -119,8 +121,6 @@ HARMLESS: dict[str, str] = {
     "trackio_space_id": "trackio is not among the trackers",
     "trackio_bucket_id": "trackio is not among the trackers",
     "trackio_static_space_id": "trackio is not among the trackers",
-    "metric_for_best_model": "load_best_model_at_end is refused",
-    "greater_is_better": "load_best_model_at_end is refused",
 }
 
 _STRATEGY = "the split is Trainer(strategy={...}), such as {'pp': 2, 'tp': 2}"
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "eval_delay": ("evaluations begin with the first interval", (0, None)),
     "eval_on_start": ("call evaluate() before train()", (False,)),
     "save_only_model": ("a checkpoint holds what a resume needs; the model alone is in export/", (False,)),
-    "load_best_model_at_end": ("the model at the end is that of the last step", (False,)),
+    "greater_is_better": ("the lowest eval_loss is the best", (None, False)),
     "ignore_data_skip": ("a resume goes on at the next row", (False,)),
     "full_determinism": ("only CPU runs repeat to the bit", (False,)),
     "push_to_hub": ("nothing is pushed; upload export/", (False,)),

@@ -309,6 +309,12 @@ def _check_save(run: RunConfig) -> None:
 def _check_best(run: RunConfig) -> None:
     """Every checkpoint is to have an evaluation of its own step, else there is nothing to compare it by."""
     save, evaluation = run.save, run.eval
+    _refuse(
+        save.export != "best" or save.best != "no",
+        "save.export = 'best'",
+        "needs save.best, which says what is best",
+        "Give save.best=eval_loss, or save.export=true",
+    )
     if save.best == "no":
         return
     value = f"save.best = {save.best!r}"

@@ -205,7 +205,7 @@ class SaveConfig(_Section):
     keep: PositiveInt = 3
     best: str = "no"
     async_: bool = Field(default=False, alias="async")
-    export: bool = True
+    export: bool | Literal["best"] = True  # best: not the last step's model, but that of the best checkpoint
     grace_seconds: NonNegativeFloat = 600.0
 
 

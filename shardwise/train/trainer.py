@@ -20,6 +20,7 @@ from shardwise.errors import SaveError
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+from shardwise.train.best import take_best
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
 from shardwise.train.dispatch import Dispatcher
@@ -102,6 +103,8 @@ class Trainer:
             stopped, reason = self._run()
             self._finish_save()
             if stopped is None and parts.run.save.export:
+                if parts.run.save.export == "best":
+                    self.view.say(take_best(self.folder / CHECKPOINTS, parts.loaded.model, self.state.step))
                 self.export()
             self.callbacks.call("on_train_end", f"stopped by {stopped}" if stopped else reason)
         except NonFiniteLossError as error:  # on every rank: what was good before stays
