@@ -14,6 +14,7 @@ from shardwise.api.arguments import TrainingArguments
 from shardwise.api.auto import AutoModel, ModelHandle
 from shardwise.api.checking import check_before_start
 from shardwise.api.contact import contact, devices_said
+from shardwise.api.familiar import Familiar, checked
 from shardwise.api.messages import unknown
 from shardwise.config import apply_overrides
 from shardwise.data.memory import EVAL_ROWS, TRAIN_ROWS
@@ -72,7 +73,7 @@ class TrainResult:
         return {"train_loss": self.training_loss}
 
 
-class Trainer:
+class Trainer(Familiar):
     """Trains a model on all devices of a job.
 
     Made in a process that no launcher started, it starts the job on the same script and does not return. In a
@@ -112,7 +113,7 @@ class Trainer:
         self._tokenizer = _tokenizer(more)
         self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
         self._strategy = dict(strategy or {})
-        self._callbacks = _checked(callbacks)
+        self._callbacks = checked(callbacks)
         self._session: Session | None = None
         self._trained = False
         tree = self._tree()
@@ -154,10 +155,6 @@ class Trainer:
         """Write the model as a Hugging Face folder; None: ``export`` in the output folder. To be called by every
         rank."""
         self._open("save_model()").save_model(None if output_dir is None else Path(output_dir))
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return int(os.environ.get("RANK", "0")) == 0
 
     def _open(self, call: str, resume: bool | str | os.PathLike[str] | None = None) -> Session:
         """The model on this rank, loaded at the first use, when all ranks make this call."""
@@ -246,14 +243,6 @@ def _arguments(args: Any) -> TrainingArguments:
         return args or TrainingArguments()
     rule = "must be shardwise.TrainingArguments"
     raise ConfigError(f"args of type {type(args).__name__}", rule, "Import it from shardwise")
-
-
-def _checked(callbacks: Sequence[Any] | None) -> list[Callback]:
-    for callback in callbacks or ():
-        if not isinstance(callback, Callback):
-            rule = "is no object of a class derived from shardwise.Callback"
-            raise ConfigError(f"callbacks: {callback!r}", rule, "Derive it: class Mine(shardwise.Callback)")
-    return list(callbacks or ())
 
 
 def _handle(model: Any, models_dir: str | None) -> ModelHandle:
