@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.api.adapters import lora_keys
 from shardwise.api.ambient import AMBIENT
 from shardwise.api.arguments import TrainingArguments
 from shardwise.api.auto import AutoModel, ModelHandle
@@ -38,7 +39,6 @@ _REFUSED = {
     "optimizers": "the optimizer is split with the model; use TrainingArguments(optim=...)",
     "optimizer_cls_and_kwargs": "the optimizer is split with the model; use TrainingArguments(optim=...)",
     "model_init": "use AutoModel.from_config(name) for random weights",
-    "peft_config": "use TrainingArguments(use_lora=True)",
 }
 _TAKEN = (
     "model",
@@ -50,6 +50,7 @@ _TAKEN = (
     "strategy",
     "callbacks",
     "check",
+    "peft_config",
 )
 
 
@@ -89,6 +90,7 @@ class Trainer(Familiar):
             other name.
         strategy: keys of the section ``strategy``, such as ``{"pp": 2, "tp": 2}``.
         callbacks: told of what happens, in this order; every rank makes the same ones (:class:`Callback`).
+        peft_config: a ``peft.LoraConfig``: train adapters.
         check: before the job starts, prove the strategy on a small copy of the model, on a few CPU processes.
 
     Raises:
@@ -106,6 +108,7 @@ class Trainer(Familiar):
         strategy: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
         check: bool = False,
+        peft_config: Any = None,
         **more: Any,
     ) -> None:
         self.args = _arguments(args)
@@ -113,6 +116,7 @@ class Trainer(Familiar):
         self._tokenizer = _tokenizer(more)
         self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
         self._strategy = dict(strategy or {})
+        self._lora = None if peft_config is None else lora_keys(peft_config)
         self._callbacks = checked(callbacks)
         self._session: Session | None = None
         self._trained = False
@@ -185,6 +189,8 @@ class Trainer(Familiar):
             put(tree, key, value, "Trainer(model)")
         for key, value in self._strategy.items():
             put(tree, f"strategy.{key}", value, f"strategy[{key!r}]")
+        if self._lora is not None:
+            put(tree, "lora", self._lora, "Trainer(peft_config)")
         for key, name in (("train", TRAIN_ROWS), ("eval", EVAL_ROWS)):
             rows = self._datasets[name]
             if rows is not None:
