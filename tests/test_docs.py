@@ -229,6 +229,8 @@ def starts_a_script(command: str, workspace: Path, monkeypatch: pytest.MonkeyPat
 
 
 Check = Callable[[str, Path, pytest.MonkeyPatch], None]
+BEST_RUN = "shardwise train run.yaml data.eval=FILE.jsonl eval.strategy=epoch save.strategy=epoch save.best=eval_loss"
+LEAST_RATE = "train.lr_scheduler_kwargs.min_lr_rate=0.1"
 PLAIN_RUN = "shardwise train --model DIR --data FILE.jsonl"
 SPLIT_RUN = f"{PLAIN_RUN} tp=2 pp=2"
 OWN_RUN = f"{SPLIT_RUN} output_dir=output/mine"
@@ -262,6 +264,8 @@ COMMANDS: dict[str, Check] = {
     "shardwise train examples/llama2-7b-lora.yaml": is_valid_run,
     "shardwise train run.yaml log.report_to=tensorboard": is_valid_run,
     "shardwise train run.yaml data.eval=FILE.jsonl eval.strategy=epoch train.early_stopping_patience=2": is_valid_run,
+    f"{BEST_RUN} save.export=best": is_valid_run,
+    f"shardwise train run.yaml train.lr_scheduler=cosine_with_min_lr {LEAST_RATE}": is_valid_run,
     "shardwise train run.yaml log.profile_steps=3-5": is_valid_run,
     "shardwise train run.yaml data.packing=true data.max_length=64 train.global_batch_size=32": is_valid_run,
     "shardwise train run.yaml data.group_by_length=true": is_valid_run,

@@ -6,14 +6,16 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardwise.config import NOT_AVAILABLE, apply_overrides
 from shardwise.errors import ConfigError
 from shardwise.spec import rules
-from shardwise.spec.run import LoraConfig, RunConfig
+from shardwise.spec.run import LoraConfig, LrSchedulerConfig, RunConfig
 from tests.test_docs import ROOT, cells, prose
 
+OPTIONAL: dict[str, type[BaseModel]] = {"lora": LoraConfig, "train.lr_scheduler_kwargs": LrSchedulerConfig}
 NOT_YET = {"en": "Not yet: ", "zh": "暂不可用："}
 
 
@@ -44,8 +46,8 @@ def refused_values(language: str) -> dict[str, str]:
 def default_of(key: str) -> Any:
     """The default in the code; None where it is filled in later."""
     section, _, field = key.rpartition(".")
-    owner = LoraConfig if section == "lora" else RunConfig
-    if section and section != "lora":
+    owner = OPTIONAL.get(section, RunConfig)
+    if section and section not in OPTIONAL:
         owner = RunConfig.model_fields[section].annotation  # type: ignore[assignment]
     default = next(f for n, f in owner.model_fields.items() if (f.alias or n) == field).default
     return None if default is PydanticUndefined else default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from shardwise.api.messages import unknown
 from shardwise.config import STRATEGY_KEYS
 from shardwise.errors import ConfigError
 from shardwise.spec.aliases import put
+from shardwise.spec.learning_rate import SETTINGS
 from shardwise.spec.rules import known_keys
 from shardwise.spec.strategy import filling_micro_batch_size
 
@@ -20,7 +22,6 @@ _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
     "sgd": "sgd",
 }
-_SCHEDULERS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 # Sections whose keys are also known by their last part: TrainingArguments(max_length=..., tp=2).
 _SHORT_SECTIONS = ("train", "data", "strategy")
 _NOT_SHORT = ("data.train", "data.eval", "data.seed")
@@ -186,12 +187,26 @@ def _resume(args: TrainingArguments, value: Any, name: str) -> None:
 
 
 def _scheduler(args: TrainingArguments, value: Any, name: str) -> None:
-    if value not in _SCHEDULERS:
-        raise ConfigError(f"{name} = {value!r}", "is not supported", f"Use one of {', '.join(_SCHEDULERS)}")
+    if value not in SETTINGS:
+        raise ConfigError(f"{name} = {value!r}", "is not supported", f"Use one of {', '.join(SETTINGS)}")
     warms = args.given.get("warmup_steps") or args.given.get("warmup_ratio")
     if value == "constant" and warms:
         raise ConfigError(f"{name} = 'constant' with a warm-up", "has none", "Use constant_with_warmup")
-    args._put("train.lr_scheduler", _SCHEDULERS[value], name)
+    args._put("train.lr_scheduler", value, name)
+
+
+def _scheduler_settings(args: TrainingArguments, value: Any, name: str) -> None:
+    """A mapping, or the text of one in JSON, as Hugging Face takes it."""
+    settings = value
+    if isinstance(value, str) and value:
+        try:
+            settings = json.loads(value)
+        except ValueError:
+            settings = value
+    if settings and not isinstance(settings, Mapping):
+        raise ConfigError(f"{name} = {value!r}", "is no mapping", f"Such as {name}={{'min_lr_rate': 0.1}}")
+    if settings:
+        args._put("train.lr_scheduler_kwargs", dict(settings), name)
 
 
 def _warmup(args: TrainingArguments, value: Any, name: str) -> None:
@@ -252,6 +267,18 @@ def _eval_rows(args: TrainingArguments, value: Any, name: str) -> None:
     args.per_device_eval_rows = args._number(name)
 
 
+def _best_at_end(args: TrainingArguments, value: Any, name: str) -> None:
+    if value:
+        args._put("save.best", "eval_loss", name)
+        args._put("save.export", "best", name)
+
+
+def _best_metric(args: TrainingArguments, value: Any, name: str) -> None:
+    """Hugging Face reads ``loss`` as ``eval_loss``; without ``load_best_model_at_end`` it asks for nothing."""
+    if value not in (None, "loss", "eval_loss"):
+        raise ConfigError(f"{name} = {value!r}", "the loss is all that is evaluated", f"Use {name}='eval_loss'")
+
+
 def _cpu(args: TrainingArguments, value: Any, name: str) -> None:
     if value:
         args._put("device", "cpu", name)
@@ -261,6 +288,7 @@ def _cpu(args: TrainingArguments, value: Any, name: str) -> None:
 _TRANSLATIONS: dict[str, Callable[[TrainingArguments, Any, str], None]] = {
     "resume_from_checkpoint": _resume,
     "lr_scheduler_type": _scheduler,
+    "lr_scheduler_kwargs": _scheduler_settings,
     "warmup_steps": _warmup,
     "optim": _optimizer,
     "bf16": _bf16,
@@ -271,6 +299,8 @@ _TRANSLATIONS: dict[str, Callable[[TrainingArguments, Any, str], None]] = {
     "eval_strategy": _evaluation,
     "evaluation_strategy": _evaluation,
     "per_device_eval_batch_size": _eval_rows,
+    "load_best_model_at_end": _best_at_end,
+    "metric_for_best_model": _best_metric,
     "use_cpu": _cpu,
     "no_cuda": _cpu,
 }

@@ -25,6 +25,7 @@ HONOURED: dict[str, str | None] = {
     "max_steps": None,
     "learning_rate": "train.learning_rate",
     "lr_scheduler_type": None,
+    "lr_scheduler_kwargs": None,
     "warmup_steps": None,
     "warmup_ratio": "train.warmup_ratio",
     "optim": None,
@@ -53,6 +54,8 @@ HONOURED: dict[str, str | None] = {
     "save_strategy": "save.strategy",
     "save_steps": None,
     "save_total_limit": "save.keep",
+    "load_best_model_at_end": None,
+    "metric_for_best_model": None,
     "use_cpu": None,
     "no_cuda": None,
     "use_lora": "use_lora",
@@ -118,8 +121,6 @@ HARMLESS: dict[str, str] = {
     "trackio_space_id": "trackio is not among the trackers",
     "trackio_bucket_id": "trackio is not among the trackers",
     "trackio_static_space_id": "trackio is not among the trackers",
-    "metric_for_best_model": "load_best_model_at_end is refused",
-    "greater_is_better": "load_best_model_at_end is refused",
 }
 
 _STRATEGY = "the split is Trainer(strategy={...}), such as {'pp': 2, 'tp': 2}"
@@ -131,7 +132,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tf32": ("cannot be chosen; use bf16=True", (None, False)),
     "optim_args": ("adamw and sgd have their own fields", (None, "")),
     "optim_target_modules": ("only adamw and sgd are there", (None,)),
-    "lr_scheduler_kwargs": ("the schedules have no further settings", (None, {}, "")),
     "label_smoothing_factor": ("the loss is the plain cross entropy", (0, 0.0)),
     "neftune_noise_alpha": ("embeddings get no noise", (None,)),
     "use_liger_kernel": ("kernels of other packages do not know the split", (False,)),
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "eval_delay": ("evaluations begin with the first interval", (0, None)),
     "eval_on_start": ("call evaluate() before train()", (False,)),
     "save_only_model": ("a checkpoint holds what a resume needs; the model alone is in export/", (False,)),
-    "load_best_model_at_end": ("the model at the end is that of the last step", (False,)),
+    "greater_is_better": ("the lowest eval_loss is the best", (None, False)),
     "ignore_data_skip": ("a resume goes on at the next row", (False,)),
     "full_determinism": ("only CPU runs repeat to the bit", (False,)),
     "push_to_hub": ("nothing is pushed; upload export/", (False,)),

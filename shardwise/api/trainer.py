@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.api.adapters import lora_keys
 from shardwise.api.ambient import AMBIENT
 from shardwise.api.arguments import TrainingArguments
 from shardwise.api.auto import AutoModel, ModelHandle
 from shardwise.api.checking import check_before_start
 from shardwise.api.contact import contact, devices_said
+from shardwise.api.familiar import Familiar, checked
 from shardwise.api.messages import unknown
 from shardwise.config import apply_overrides
 from shardwise.data.memory import EVAL_ROWS, TRAIN_ROWS
@@ -37,7 +39,6 @@ _REFUSED = {
     "optimizers": "the optimizer is split with the model; use TrainingArguments(optim=...)",
     "optimizer_cls_and_kwargs": "the optimizer is split with the model; use TrainingArguments(optim=...)",
     "model_init": "use AutoModel.from_config(name) for random weights",
-    "peft_config": "use TrainingArguments(use_lora=True)",
 }
 _TASK = "text_generation"  # MindFormers' name of what is trained here
 _TAKEN = (
@@ -51,6 +52,7 @@ _TAKEN = (
     "strategy",
     "callbacks",
     "check",
+    "peft_config",
 )
 
 
@@ -74,7 +76,7 @@ class TrainResult:
         return {"train_loss": self.training_loss}
 
 
-class Trainer:
+class Trainer(Familiar):
     """Trains a model on all devices of a job.
 
     Made in a process that no launcher started, it starts the job on the same script and does not return. In a
@@ -91,6 +93,7 @@ class Trainer:
         task: None or MindFormers' "text_generation".
         strategy: keys of the section ``strategy``, such as ``{"pp": 2, "tp": 2}``.
         callbacks: told of what happens, in this order; every rank makes the same ones (:class:`Callback`).
+        peft_config: a ``peft.LoraConfig``: train adapters.
         check: before the job starts, prove the strategy on a small copy of the model, on a few CPU processes.
 
     Raises:
@@ -108,6 +111,7 @@ class Trainer:
         strategy: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
         check: bool = False,
+        peft_config: Any = None,
         **more: Any,
     ) -> None:
         self.args = _arguments(args)
@@ -115,7 +119,8 @@ class Trainer:
         self._tokenizer = _tokenizer(more)
         self._datasets = {TRAIN_ROWS: train_dataset, EVAL_ROWS: eval_dataset}
         self._strategy = dict(strategy or {})
-        self._callbacks = _checked(callbacks)
+        self._lora = None if peft_config is None else lora_keys(peft_config)
+        self._callbacks = checked(callbacks)
         self._session: Session | None = None
         self._trained = False
         self._micro_batch_num: int | None = None
@@ -188,10 +193,6 @@ class Trainer:
         rank."""
         self._open("save_model()").save_model(None if output_dir is None else Path(output_dir))
 
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return int(os.environ.get("RANK", "0")) == 0
-
     def _open(self, call: str, resume: bool | str | os.PathLike[str] | None = None) -> Session:
         """The model on this rank, loaded at the first use, when all ranks make this call."""
         from shardwise.api.session import Session, meet
@@ -221,6 +222,8 @@ class Trainer:
             put(tree, key, value, "Trainer(model)")
         for key, value in self._strategy.items():
             put(tree, f"strategy.{key}", value, f"strategy[{key!r}]")
+        if self._lora is not None:
+            put(tree, "lora", self._lora, "Trainer(peft_config)")
         for key, name in (("train", TRAIN_ROWS), ("eval", EVAL_ROWS)):
             rows = self._datasets[name]
             if rows is not None:
@@ -282,14 +285,6 @@ def _arguments(args: Any) -> TrainingArguments:
         return args or TrainingArguments()
     rule = "must be shardwise.TrainingArguments"
     raise ConfigError(f"args of type {type(args).__name__}", rule, "Import it from shardwise")
-
-
-def _checked(callbacks: Sequence[Any] | None) -> list[Callback]:
-    for callback in callbacks or ():
-        if not isinstance(callback, Callback):
-            rule = "is no object of a class derived from shardwise.Callback"
-            raise ConfigError(f"callbacks: {callback!r}", rule, "Derive it: class Mine(shardwise.Callback)")
-    return list(callbacks or ())
 
 
 def _handle(model: Any, models_dir: str | None) -> ModelHandle:

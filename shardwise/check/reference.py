@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardwise.check.small import SmallModel, build_whole, state_of
 from shardwise.data.rows import Row
 from shardwise.errors import PlanError
 from shardwise.models.lora import plain_name
+from shardwise.spec.decay import decays
 from shardwise.spec.run import TrainConfig
 
 LEARNING_RATE = 1e-2  # large enough that a step's mistake shows in the next one's loss
@@ -79,7 +80,7 @@ def run_reference(small: SmallModel, steps: Sequence[Sequence[Row]], train: Trai
 def _run(small: SmallModel, steps: Sequence[Sequence[Row]], train: TrainConfig, dtype: torch.dtype) -> Reference:
     model = build_whole(small, dtype)
     trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = _optimizer(list(trained.values()), train)
+    optimizer = _optimizer(trained, train)
     found = Reference(dtype, False, state_of(model))
     with precision(dtype), Rounding() as rounding:
         for number, rows in enumerate(steps):
@@ -116,10 +117,10 @@ def _forward_backward(model: nn.Module, rows: Sequence[Row]) -> float:
     return total
 
 
-def _optimizer(parameters: list[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+def _optimizer(trained: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for n, p in trained.items() if decays(n, p.shape)], "weight_decay": train.weight_decay},
+        {"params": [p for n, p in trained.items() if not decays(n, p.shape)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if train.optimizer == "sgd":

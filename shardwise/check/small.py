@@ -34,6 +34,7 @@ from shardwise.tensor.table import ShardingTable
 _LENGTHS = (3, 12)  # of rows, both included
 PACK_LENGTH = 24  # tokens of packed rows: at least two of them
 _BLOCKS_PER_KIND = 2
+_CHANCE = {"drop": "dropout", "jitter": "noise"}  # in the names of settings -> what they draw
 _NOT_OF_DECODERS = ("classifier", "summary")  # heads of other tasks, which some configurations name
 _ADAPTER_STD = 0.1
 _SPECIAL_IDS = 5  # the first ids are often those of padding and ends
@@ -168,13 +169,14 @@ def _short_lora(lora: LoraConfig, adapters: Adapters) -> LoraConfig:
 
 
 def _without_chance(config: Any) -> tuple[Any, list[str]]:
-    """``config`` without dropout and without an auxiliary loss of experts, and what that leaves out."""
+    """``config`` without dropout, noise and the auxiliary loss of experts, and what that leaves out."""
     config, notes = copy.deepcopy(config), []
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
         for key, value in list(vars(part).items()):
-            if "drop" in key and isinstance(value, float) and value > 0.0:
+            kind = next((_CHANCE[word] for word in _CHANCE if word in key), None)
+            if kind is not None and isinstance(value, float) and value > 0.0:
                 setattr(part, key, 0.0)
-                notes += [] if key.startswith(_NOT_OF_DECODERS) else [f"dropout ({key})"]
+                notes += [] if key.startswith(_NOT_OF_DECODERS) else [f"{kind} ({key})"]
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
             notes.append("the balance loss of the experts")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from shardwise.errors import PlanError
 from shardwise.spec.counts import EXPERTS_PER_TOKEN
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,14 @@ def take_routers(model: PreTrainedModel) -> Routers | None:
 
     Raises:
         PlanError: the loss is asked for, and transformers does not say where the router logits are, or the
-            configuration how many experts a token is sent to.
+            configuration how many experts a token is sent to; or another loss is, that of the logits' size.
     """
     config = model.config.get_text_config()
+    _refuse_logit_loss(config, type(model).__name__)
     if not getattr(config, "output_router_logits", False):
         return None
     config.output_router_logits = False
-    coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
+    coefficient = next((getattr(config, name) for name in _COEFFICIENTS if getattr(config, name, None)), 0.0)
     if not coefficient:
         return None
     recorder = _recorder(model)
@@ -55,6 +59,14 @@ def take_routers(model: PreTrainedModel) -> Routers | None:
         rule = f"its balance loss needs the experts of a token, and there is none of {', '.join(EXPERTS_PER_TOKEN)}"
         raise PlanError("config.json: output_router_logits = true", rule, "Set it to false")
     return Routers(tuple(names), recorder.index, top_k, coefficient)
+
+
+def _refuse_logit_loss(config: Any, name: str) -> None:
+    """A model may add to its loss the squared logarithm of what its softmax divides by; here it would be left out."""
+    for key, value in config.to_dict().items():
+        if "z_loss" in key and isinstance(value, int | float) and value > 0:
+            rule = f"{name} adds a loss of its logits' size, which is not available in this version"
+            raise PlanError(f"config.json: {key} = {value}", rule, "Set it to 0")
 
 
 def _recorder(model: PreTrainedModel) -> OutputRecorder | None:

@@ -15,6 +15,7 @@ from shardwise.models.structure import find_structure, num_predicted
 from shardwise.parallel.balance import Balance
 from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.deferred import DeferredWeights
+from shardwise.parallel.draws import refuse_skipped_blocks
 from shardwise.parallel.dropout import DropoutStreams, install_dropout
 from shardwise.parallel.fsdp import apply_fsdp, settle_gradients
 from shardwise.parallel.mesh import Mesh
@@ -61,6 +62,7 @@ def parallelize(
         PlanError: a structure or a module that this strategy cannot split.
     """
     compute_dtype = model.dtype
+    refuse_skipped_blocks(model, mesh)
     structure = find_structure(model)
     num_logits = num_predicted(model)
     table = agree_on_table(model, mesh, tables, given)
@@ -95,7 +97,7 @@ def _split_stage(
     layouts = apply_table(model, table, group, layouts, positions)
     if routers is not None:
         stage.balance = Balance(model, stage.blocks, routers, positions)
-    install_dropout(model, table, mesh, dropout, positions)
+    install_dropout(model, stage.blocks, table, mesh, dropout, positions)
     compile_blocks(stage.blocks, mesh.device, compiled)
     if splits_backward(mesh.strategy.schedule, stage.index):
         stage.deferred = DeferredWeights(partial(settle_gradients, stage))

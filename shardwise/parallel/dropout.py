@@ -1,32 +1,33 @@
 """Dropout under every strategy: masks differ where tensors differ, and agree where tensors are replicated.
 
-Two streams. Attention draws from torch's default generator, on this rank's heads and rows; it is seeded for
-each micro-batch by place, so masks differ between data ranks, tensor ranks and stages. ``nn.Dropout`` modules
-(those of adapters, and of residual paths) draw by name: the mask of the whole tensor follows from (seed,
-step, micro-batch, data rank, module), and a rank takes its part of it. Such a mask is the same on all
-tensor ranks of a replicated tensor, and independent of tensor and pipeline degree.
+Two streams. Attention draws from torch's default generator, on this rank's heads and rows. It is seeded before each
+block by (seed, step, micro-batch, data rank, block), so masks do not depend on the pipeline; and by the tensor rank
+where each has heads of its own, so they differ there, and agree where attention stays whole on every tensor rank.
+``nn.Dropout`` modules (those of adapters, of residual paths, of some attentions) draw by name: the mask of the whole
+tensor follows from (seed, step, micro-batch, data rank, module), and a rank takes its part of it. Such a mask is the
+same on all tensor ranks of a replicated tensor, and independent of tensor and pipeline degree.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
-from shardwise.errors import PlanError
 from shardwise.models.lora import ADAPTER, has_adapter
 from shardwise.parallel.mesh import Mesh
 from shardwise.spec.layout import chunk_range
 from shardwise.tensor.positions import Positions
 from shardwise.tensor.table import ShardingTable, Style
+
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in the names of transformers' classes
+_ATTENTION_DIMS = 4  # of attention weights
 
 
 class DropoutStreams:
@@ -34,7 +35,7 @@ class DropoutStreams:
 
     def __init__(self, seed: int, mesh: Mesh, stage: int) -> None:
         self._rows = f"{seed}/{mesh.data_rank}"
-        self._rank = f"{mesh.coordinate('tp')}/{stage}"
+        self._tensor_rank, self._stage = mesh.coordinate("tp"), stage
         self._step, self._micro_batch = 0, -1
 
     def begin_step(self, step: int) -> None:
@@ -44,7 +45,11 @@ class DropoutStreams:
     def next_micro_batch(self) -> None:
         """A forward pass of the next micro-batch begins."""
         self._micro_batch += 1
-        torch.manual_seed(_number(f"{self._place}/{self._rank}"))
+        torch.manual_seed(_number(f"{self._place}/{self._tensor_rank}/{self._stage}"))
+
+    def enter_block(self, name: str, own_heads: bool) -> None:
+        """What the block ``name`` draws from torch's default generator begins; ``own_heads``: on heads of this rank."""
+        torch.manual_seed(_number(f"{self._place}/{name}/{self._tensor_rank if own_heads else 'all'}"))
 
     def mask(self, shape: torch.Size, keep: float, name: str, device: torch.device) -> torch.Tensor:
         """Bool tensor of ``shape``, True with probability ``keep``, that the tensor ranks agree on."""
@@ -78,6 +83,7 @@ class SeededDropout(nn.Module):
 
     Args:
         part: (size, start, stop) of the last dim of the whole tensor where this rank computes a part of it.
+        heads: (rank, ranks) where attention weights [rows, heads, queries, keys] are those of this rank's heads.
         positions: of this rank in the sequence, where the residual stream is cut along it.
     """
 
@@ -88,33 +94,54 @@ class SeededDropout(nn.Module):
         streams: DropoutStreams,
         part: tuple[int, int, int] | None,
         positions: Positions | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.p, self._name, self._streams, self._part, self._positions = p, name, streams, part, positions
+        self._heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
+        if x.dim() == _ATTENTION_DIMS:
+            return self._dropped(x, self._attention_mask(x))
         size, start, stop = self._part or (x.shape[-1], 0, x.shape[-1])
         shape = torch.Size((*x.shape[:-1], size))
         whole = shape if self._positions is None else self._positions.whole_shape(shape)
         mask = self._streams.mask(whole, 1.0 - self.p, self._name, x.device)[..., start:stop]
         mask = mask if self._positions is None else self._positions.own_mask(mask, x.shape)
+        return self._dropped(x, mask)
+
+    def _attention_mask(self, x: torch.Tensor) -> torch.Tensor:
+        rank, ranks = self._heads or (0, 1)
+        rows, heads, queries, keys = x.shape
+        whole = torch.Size((rows, heads * ranks, queries, keys))
+        mask = self._streams.mask(whole, 1.0 - self.p, self._name, x.device)
+        return mask[:, rank * heads : (rank + 1) * heads]
+
+    def _dropped(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return x * mask * (1.0 / (1.0 - self.p))
 
 
 def install_dropout(
     model: nn.Module,
+    blocks: Sequence[nn.Module],
     table: ShardingTable,
     mesh: Mesh,
     streams: DropoutStreams,
     positions: Positions | None = None,
 ) -> None:
-    """Let every ``nn.Dropout`` of ``model`` draw from ``streams``; without any it is a no-op.
+    """Let every ``nn.Dropout`` of ``model`` draw from ``streams``, and what else its ``blocks`` draw begin there.
 
-    Those on a replicated tensor keep every tensor rank in step; the adapter of a row layer sees a split one. Where the
-    residual stream is cut along the sequence a rank takes its ``positions`` of the mask of all of them.
+    Modules on a replicated tensor keep every tensor rank in step; the adapter of a row layer sees a split one, and so
+    does dropout of attention weights. Where the residual stream is cut along the sequence a rank takes its
+    ``positions`` of the mask of all of them.
     """
+    names = {id(module): name for name, module in model.named_modules()}
+    own_heads = {names[id(block)]: _has_own_heads(names[id(block)], block, table) for block in blocks}
+    for block in blocks:
+        name = names[id(block)]
+        block.register_forward_pre_hook(partial(_enter, streams, name, own_heads[name]))
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Dropout and module.p > 0]
     for name, module in found:
         parent, _, child = name.rpartition(".")
@@ -124,40 +151,26 @@ def install_dropout(
         if has_adapter(layer) and table.style(layer_name) in (Style.ROW, Style.ROW_SPLIT):
             size = layer.base_layer.in_features
             part = (size, *chunk_range(size, table.degree, mesh.coordinate("tp")))
-        setattr(model.get_submodule(parent), child, SeededDropout(module.p, layer_name, streams, part, positions))
+        is_split = any(own and name.startswith(f"{block}.") for block, own in own_heads.items())
+        heads = (mesh.coordinate("tp"), table.degree) if is_split else None
+        seeded = SeededDropout(module.p, layer_name, streams, part, positions, heads)
+        setattr(model.get_submodule(parent), child, seeded)
 
 
-class _Dropouts(TorchFunctionMode):
-    """Notes whether ``F.dropout`` draws on a tensor of the residual stream, which all tensor ranks hold alike."""
-
-    found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.dropout:
-            given = dict(zip(("input", "p", "training"), args, strict=False)) | (kwargs or {})
-            # Attention weights have a dim of heads, and their masks may differ between tensor ranks.
-            replicated = given["input"].dim() <= 3
-            self.found |= replicated and given.get("training", True) and given.get("p", 0.5) > 0.0
-        return func(*args, **(kwargs or {}))
+def _enter(streams: DropoutStreams, name: str, own_heads: bool, block: nn.Module, *_: Any) -> None:
+    if block.training:
+        streams.enter_block(name, own_heads)
 
 
-def refuse_dropout_by_function(small: PreTrainedModel, degree: int) -> None:
-    """Dropout modules draw by name, the same on all tensor ranks; a function called in a forward cannot be followed.
+def _has_own_heads(name: str, block: nn.Module, table: ShardingTable) -> bool:
+    """Whether attention in ``block`` sees this rank's heads alone: then the layer behind it is split by its inputs.
 
-    Raises:
-        PlanError: the model draws dropout on replicated tensors by a function.
+    False where the tensor axis leaves attention whole; True for a block that is split and has none.
     """
-    trained = copy.deepcopy(small).train()
-    for module in trained.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(trained.parameters()).device)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Dropouts() as seen:
-        trained(input_ids=ids, use_cache=False)
-    if seen.found:
-        rule = f"{type(small).__name__} drops out of tensors that all tensor ranks hold, and their masks would differ"
-        raise PlanError(
-            f"strategy.tp = {degree}",
-            rule,
-            "Use tp=1, or set the residual and embedding dropout in its config.json to 0",
-        )
+    inside = [part for part, module in block.named_modules() if part and _ATTENTION.search(type(module).__name__)]
+    if table.degree == 1:
+        return False
+    if not inside:
+        return True
+    attention = tuple(f"{name}.{part}." for part in inside)
+    return any(split.style is Style.ROW and key.startswith(attention) for key, split in table.modules.items())

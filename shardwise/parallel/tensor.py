@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.models.shrink import build_small, shrink
 from shardwise.parallel.agreement import from_rank_0
-from shardwise.parallel.dropout import refuse_dropout_by_function
+from shardwise.parallel.draws import refuse_draws
 from shardwise.parallel.mesh import Mesh
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.edited import REMEDY, VALUE, check_edited, same_split
@@ -63,7 +63,7 @@ def proven_table(
         whole: the share of the blocks' parameters that may stay whole for less traffic; None: as little as can be.
 
     Raises:
-        PlanError: no small copy can be built, the split of it differs from the whole, dropout cannot be kept alike,
+        PlanError: no small copy can be built, its split differs from the whole, random numbers cannot be kept alike,
             tokens of the residual stream depend on each other, or no table leaves as little whole.
     """
     known = tables.find(model.config, degree, sequence=sequence, whole=whole)
@@ -109,7 +109,7 @@ def on_small_copy(
     for dtype in (torch.float64, torch.float32):  # some forwards know no float64
         try:
             small = build_small(shrink(model.config, degree=degree) if config is None else config, dtype)
-            refuse_dropout_by_function(small, degree)
+            refuse_draws(small, degree)
             return make(small)
         except ShardwiseError:
             raise

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardwise.config import NOT_AVAILABLE, nearest
 from shardwise.errors import ConfigError
+from shardwise.spec.learning_rate import check_schedule_settings
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.run import COLUMNS, TRACKERS, RunConfig, data_sources, tracker_names
 
@@ -295,6 +296,7 @@ def _check_optimizer(run: RunConfig) -> None:
             f"belongs to the optimizer {other}, and train.optimizer is {train.optimizer}",
             f"Leave train.{name} out, or use train.optimizer: {other}",
         )
+    check_schedule_settings(train)
 
 
 def _check_compile(run: RunConfig) -> None:
@@ -342,6 +344,12 @@ def _check_save(run: RunConfig) -> None:
 def _check_best(run: RunConfig) -> None:
     """Every checkpoint is to have an evaluation of its own step, else there is nothing to compare it by."""
     save, evaluation = run.save, run.eval
+    _refuse(
+        save.export != "best" or save.best != "no",
+        "save.export = 'best'",
+        "needs save.best, which says what is best",
+        "Give save.best=eval_loss, or save.export=true",
+    )
     if save.best == "no":
         return
     value = f"save.best = {save.best!r}"

@@ -107,6 +107,38 @@ def data_sources(given: Sources) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=given),) if isinstance(given, str) else given or ()
 
 
+LrScheduler = Literal[
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
+_Shape = Literal["linear", "cosine", "1-sqrt"]
+
+
+class LrSchedulerConfig(_Section):
+    """Settings of single schedules of the learning rate, by the names of transformers; None: its default there."""
+
+    num_cycles: float | None = Field(default=None, gt=0.0)
+    power: float | None = Field(default=None, gt=0.0)
+    lr_end: NonNegativeFloat | None = None
+    timescale: PositiveInt | None = None
+    min_lr: NonNegativeFloat | None = None
+    min_lr_rate: float | None = Field(default=None, ge=0.0, le=1.0)
+    warmup_lr_rate: float | None = Field(default=None, ge=0.0, le=1.0)
+    num_decay_steps: PositiveInt | None = None
+    num_stable_steps: NonNegativeInt | None = None
+    min_lr_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    warmup_type: _Shape | None = None
+    decay_type: _Shape | None = None
+
+
 class TrainConfig(_Section):
     """The mathematics of the run: batch, optimizer, schedule of the learning rate, seed."""
 
@@ -116,7 +148,8 @@ class TrainConfig(_Section):
     max_steps: PositiveInt | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: NonNegativeFloat = 5e-5
-    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    lr_scheduler: LrScheduler = "linear"
+    lr_scheduler_kwargs: LrSchedulerConfig | None = None
     warmup_steps: NonNegativeInt = 0
     warmup_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     weight_decay: NonNegativeFloat = 0.0
@@ -178,7 +211,7 @@ class SaveConfig(_Section):
     keep: PositiveInt = 3
     best: str = "no"
     async_: bool = Field(default=False, alias="async")
-    export: bool = True
+    export: bool | Literal["best"] = True  # best: not the last step's model, but that of the best checkpoint
     grace_seconds: NonNegativeFloat = 600.0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.models.shard import Shard
+from shardwise.spec.decay import decays
 from shardwise.spec.run import TrainConfig
 
 SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -62,13 +63,13 @@ class Optimizer:
 
 
 def _build(shards: Sequence[Shard], values: Sequence[torch.Tensor], train: TrainConfig) -> torch.optim.Optimizer:
-    # Matrices decay; norms and biases do not, as Hugging Face's Trainer has it.
+    decaying = [decays(shard.layout.source, shard.layout.shape) for shard in shards]
     groups: list[dict[str, Any]] = [
         {
-            "params": [v for s, v in zip(shards, values, strict=True) if (len(s.layout.shape) > 1) is decays],
-            "weight_decay": train.weight_decay if decays else 0.0,
+            "params": [value for value, is_one in zip(values, decaying, strict=True) if is_one is wanted],
+            "weight_decay": train.weight_decay if wanted else 0.0,
         }
-        for decays in (True, False)
+        for wanted in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if train.optimizer == "adamw":

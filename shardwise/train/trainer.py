@@ -20,12 +20,13 @@ from shardwise.errors import SaveError
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
+from shardwise.train.best import take_best
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.context import WorkerContext
 from shardwise.train.dispatch import Dispatcher
 from shardwise.train.identity import RunIdentity
 from shardwise.train.keeping import CheckpointKeeper
-from shardwise.train.lr import learning_rate
+from shardwise.train.lr import make_schedule
 from shardwise.train.memory import MemoryMeter
 from shardwise.train.optim import Optimizer
 from shardwise.train.progress import ProgressView
@@ -62,6 +63,7 @@ class Trainer:
         self.parts, self.state, self.view = parts, state, view
         self.folder = parts.context.output_dir  # not the run's key: the folder may have been moved
         self.total_steps = count_steps(parts.run, parts.loader, state)
+        self._learning_rate = make_schedule(parts.run.train, self.total_steps)
         self.policy = NonFinitePolicy(parts.run.train.on_nan)
         device = parts.loaded.model.mesh.device
         adapters = count_adapter_parameters(parts.loaded.model.shards, device)
@@ -101,6 +103,8 @@ class Trainer:
             stopped, reason = self._run()
             self._finish_save()
             if stopped is None and parts.run.save.export:
+                if parts.run.save.export == "best":
+                    self.view.say(take_best(self.folder / CHECKPOINTS, parts.loaded.model, self.state.step))
                 self.export()
             self.callbacks.call("on_train_end", f"stopped by {stopped}" if stopped else reason)
         except NonFiniteLossError as error:  # on every rank: what was good before stays
@@ -165,7 +169,7 @@ class Trainer:
         parts, number = self.parts, self.state.step + 1
         self.callbacks.call("on_step_begin", number)
         asked = parts.context.stop.requested() if parts.context.rank == 0 else None
-        rate = learning_rate(parts.run.train, self.state.step, self.total_steps)
+        rate = self._learning_rate(self.state.step)
         if self._compile_clock is not None:
             self._compile_clock.take()  # an evaluation since the last step may have compiled
         began = time.perf_counter()

@@ -22,6 +22,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.compiling import compile_rule
 from shardwise.spec.data_files import data_folder
 from shardwise.spec.described import SIZES, DescriptionCache, description_folder
+from shardwise.spec.learning_rate import check_schedule_length
 from shardwise.spec.plan import Plan
 from shardwise.spec.ranges import check_last_step, parse_steps
 from shardwise.spec.rules import parse_run
@@ -135,6 +136,7 @@ def build_parts(
     loader = make_loader(rows, run, plan, mesh)
     steps = count_steps(run, loader, TrainState())
     check_last_step(parse_steps(run.log.profile_steps, "log.profile_steps"), steps, "log.profile_steps")
+    check_schedule_length(run.train, steps)
     if compiler_available is not None:
         run = _compiled_by_rule(run, plan, steps, compiler_available, blueprint, say)
         if context.rank == 0:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.check import small
-from shardwise.check.small import shrink_run
+from shardwise.check.small import _without_chance, shrink_run
 from shardwise.tensor.cache import TableCache
 from shardwise.tensor.table import ShardingTable
 
@@ -38,3 +38,16 @@ def test_bounds_hold_for_the_true_table_and_a_forward_may_know_no_float64(monkey
     assert shrink_run(run, 4, 2, 1, TableCache(None)).table == ShardingTable(2)
     assert dtypes == [torch.float64, torch.float32]
     assert given == [{"sequence": True, "whole": 0.5}]
+
+
+def test_what_is_drawn_in_training_is_left_out_and_said() -> None:
+    """One process and the ranks of a plan draw in another order, so a difference would be none of the plan's."""
+    config = AutoConfig.for_model("mixtral", attention_dropout=0.1, router_jitter_noise=0.2, output_router_logits=True)
+    calm, notes = _without_chance(config)
+    assert (calm.attention_dropout, calm.router_jitter_noise, calm.output_router_logits) == (0.0, 0.0, False)
+    assert sorted(notes) == [
+        "dropout (attention_dropout)",
+        "noise (router_jitter_noise)",
+        "the balance loss of the experts",
+    ]
+    assert config.router_jitter_noise == 0.2, "the user's own stays as it is"

@@ -41,6 +41,8 @@ trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows, eva
 print("second line", flush=True)
 result = trainer.train()
 evaluated = trainer.evaluate()
+trainer.save_metrics("train", result.metrics)
+trainer.save_state()
 Path(sys.argv[2], f"result-{os.environ['RANK']}").write_text(json.dumps(
     [result.loss.hex(), result.training_loss.hex(), result.global_step, evaluated["eval_loss"].hex()]))
 """
@@ -96,6 +98,8 @@ def test_a_plain_script_trains_as_one_process_and_every_rank_has_the_loss(
     assert float.fromhex(first[0]) == losses(job.output_dir)[-1]
     assert float.fromhex(first[1]) == pytest.approx(sum(expected) / STEPS, rel=FP32_LOSS)
     assert first[2] == STEPS
+    saved = json.loads((job.output_dir / "train_results.json").read_text())
+    assert saved == {"train_loss": float.fromhex(first[1])}
     status = job.status()
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, STEPS)
     for rank in range(2):

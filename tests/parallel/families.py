@@ -131,6 +131,20 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_chunk_size": 8,
         },
     ),
+    # Dropout of its attention weights is a module.
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads")),
+            "num_layers": 4,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 8,
+            "attention_dropout": 0.2,
+            "resid_dropout": 0.1,
+            "embed_dropout": 0.1,
+        },
+    ),
     # Its residual stream stays in fp32.
     "mamba2": (
         "mamba2",

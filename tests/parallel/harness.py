@@ -35,6 +35,7 @@ from shardwise.testing import run_distributed
 from shardwise.train.lr import learning_rate
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import evaluate, train_step
+from tests.decay import decaying
 from tests.layouts import put
 from tests.parallel.exact import Exact
 
@@ -130,9 +131,10 @@ def reference(case: Case) -> Outcome:
         if low:
             stored = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32)
             masters = {n: p.detach() for n, p in stored.named_parameters()}
+        decays = decaying(model)
         groups = [
-            {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in masters.values() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for n, p in masters.items() if n in decays], "weight_decay": train.weight_decay},
+            {"params": [p for n, p in masters.items() if n not in decays], "weight_decay": 0.0},
         ]
         if train.optimizer == "sgd":
             optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum, foreach=False)

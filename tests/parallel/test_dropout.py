@@ -21,13 +21,16 @@ from shardwise.testing import run_distributed
 from shardwise.train.optim import Optimizer
 from shardwise.train.step import train_step
 from tests.fixtures import make_model, make_rows
-from tests.parallel.harness import ADAMW, Outcome, assemble, compare, loader_of, strategy
+from tests.parallel.families import make_family
+from tests.parallel.harness import ADAMW, Case, Outcome, assemble, compare, loader_of, strategy
+from tests.parallel.harness import run_cases as run_plain
 from tests.parallel.lora_harness import LoraCase, build, make_adapter, run_cases
 
 pytestmark = pytest.mark.slow
 
 DROPPED = LoraConfig(r=4, alpha=8.0, dropout=0.1)
 ROWS = tuple(make_rows())
+EXACT = torch.float64
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,57 @@ def test_the_stages_of_a_rank_draw_their_own_masks() -> None:
             drawn.append(torch.rand(8))
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
+
+
+# Dropout of attention: masks follow from the block, and are those of one process where every tensor rank has all heads
+# (three heads on two ranks) or where a module draws them (GPT-Neo, whose residual dropout stands beside it).
+
+ATTENTION: dict[str, dict[str, dict[str, Any]]] = {
+    "four-heads": {
+        "pp2": {"pp": 2},
+        "pp2-interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "recompute": -1},
+        "pp2-zero-bubble": {"pp": 2, "schedule": "zero_bubble"},
+    },
+    "three-heads": {
+        "tp2": {"tp": 2},
+        "tp2-sequence": {"tp": 2, "sequence_parallel": True, "recompute": -1},
+        "tp2-pp2": {"tp": 2, "pp": 2},
+    },
+    "module": {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "tp2-pp2": {"tp": 2, "pp": 2, "recompute": -1}},
+}
+ATTENTION_ROWS = [(model, layout) for model, layouts in ATTENTION.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Outcome]:
+    root = tmp_path_factory.mktemp("attention")
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    models = {
+        "four-heads": make_model(root / "four", "llama", attention_dropout=0.2),
+        "three-heads": make_model(root / "three", "llama", attention_dropout=0.2, **odd),
+        "module": make_family(root / "module", "gpt_neo"),
+    }
+    cases = {
+        (model, layout): Case(models[model], strategy(**{"micro_batch_size": 1, **degrees}), ROWS, 4, 2, dtype=EXACT)
+        for model, layouts in ATTENTION.items()
+        for layout, degrees in ({"one": {}} | layouts).items()
+    }
+    found = {}
+    for size in (1, 2, 4):
+        keys = [key for key, case in cases.items() if case.strategy.world_size == size]
+        by_rank = run_distributed(run_plain, size, [cases[key] for key in keys], timeout=200)
+        found |= {key: assemble([rank[i] for rank in by_rank]) for i, key in enumerate(keys)}
+    return found
+
+
+@pytest.mark.parametrize(("model", "layout"), ATTENTION_ROWS)
+def test_attention_dropout_is_that_of_one_process(
+    model: str, layout: str, attention: dict[tuple[str, str], Outcome]
+) -> None:
+    errors = compare(attention[model, layout], attention[model, "one"])
+    assert errors.loss <= tolerance.FLOAT64_LOSS
+    assert errors.gradient <= tolerance.FLOAT64_GRADIENT, errors.worst_gradient
+    assert errors.norm <= tolerance.FLOAT64_GRADIENT
 
 
 # Attention and adapters under TP 2 x DP 2: what the ranks drop, and that replicas stay in step.

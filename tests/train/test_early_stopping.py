@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from shardwise.train.early_stopping import EarlyStopping
 from tests.train.runs import make_inputs, run
@@ -72,6 +76,37 @@ def test_a_run_ends_in_good_order_and_a_resumed_one_at_the_same_step(inputs: Pat
     assert "ended: early stopping" in again.terminal
     longer = run(inputs, tmp_path / "cut", _overrides(inputs, 6, "train.max_steps=20", "resume=auto"))
     assert longer.status().step == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", "use_lora=true"])
+def test_the_export_is_the_model_of_the_best_checkpoint(inputs: Path, tmp_path: Path, lora: str) -> None:
+    """A learning rate that is too high makes every later evaluation worse than the first."""
+    saving = ["save.strategy=steps", "save.steps=1", "save.best=eval_loss", "save.export=best", "save.keep=1"]
+    rest = ["train.global_batch_size=4", "train.optimizer=sgd", "train.learning_rate=50", "train.max_grad_norm=0"]
+    evaluation = [f"data.eval={inputs / 'rows.jsonl'}", "eval.strategy=steps", "eval.steps=1"]
+    more = ["train.early_stopping_patience=2", "train.max_steps=9", "train.lr_scheduler=constant", "dp_shard=2"]
+    result = run(inputs, tmp_path / "out", [*evaluation, *saving, *rest, *more, *([lora] if lora else [])])
+    losses = {line["step"]: line["eval_loss"] for line in result.metrics("eval")}
+    best = min(losses, key=lambda step: losses[step])
+    assert best < result.status().step
+    assert f"the model of step {best}, whose eval_loss is the lowest" in result.terminal
+
+    export, model = tmp_path / "out" / "export", AutoModelForCausalLM.from_pretrained(inputs / "model")
+    exported = PeftModel.from_pretrained(model, export) if lora else AutoModelForCausalLM.from_pretrained(export)
+    assert _loss(exported, inputs / "rows.jsonl") == pytest.approx(losses[best], rel=1e-5)
+
+
+def _loss(model: torch.nn.Module, rows: Path) -> float:
+    """Mean over the supervised tokens of all rows, row by row."""
+    total, count = 0.0, 0
+    for row in map(json.loads, rows.read_text().splitlines()):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        targets = torch.tensor(row["labels"][1:])
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        count += int((targets != -100).sum())
+    return total / count
 
 
 def _best(result: object) -> str:

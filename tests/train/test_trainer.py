@@ -31,13 +31,13 @@ def test_a_branch_that_was_left_is_set_aside_before_the_step_is_told(
     def call(hook: str, *arguments: Any) -> None:
         seen.append((hook, [path.name for path in complete_checkpoints(tmp_path / "checkpoints")]))
 
-    monkeypatch.setattr(module, "learning_rate", lambda *arguments: 0.1)
     monkeypatch.setattr(module, "train_step", lambda *arguments: SimpleNamespace(loss=1.0, notes=None, skipped=None))
     trainer = Trainer.__new__(Trainer)
     trainer.__dict__ |= {"parts": MagicMock(), "policy": MagicMock(), "view": MagicMock(), "_keeper": MagicMock()}
     trainer.parts.context.rank, trainer.parts.context.world_size = 0, 1  # type: ignore[misc]
     trainer.parts.meter.peak_bytes.return_value = 0  # type: ignore[attr-defined]
     trainer.__dict__ |= {"folder": tmp_path, "state": TrainState(step=10), "losses": [], "total_steps": 20}
+    trainer.__dict__ |= {"_learning_rate": lambda step: 0.1}
     trainer.__dict__ |= {"_compile_clock": None, "callbacks": SimpleNamespace(call=call), "_values": lambda *_: {}}
     trainer._step(MagicMock(rows=[]), first=10)
     assert seen == [("on_step_begin", ["step-00000010", "step-00000012"]), ("on_step_end", ["step-00000010"])]

@@ -1,0 +1,28 @@
+"""``save.export: best``: at the end the model becomes that of the best checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.checkpoint.listing import step_of
+from shardwise.checkpoint.shelf import best_checkpoint
+from shardwise.checkpoint.store import load_checkpoint, tensor_state
+from shardwise.parallel.agreement import from_rank_0
+from shardwise.parallel.model import ParallelModel
+
+
+def take_best(folder: Path, model: ParallelModel, step: int) -> str:
+    """Load the weights of the best checkpoint in ``folder`` into ``model``, which is that of ``step``.
+
+    To be called by all ranks. Frozen weights are not in it, and are as they were.
+
+    Returns:
+        A line for the terminal.
+    """
+    best: Path | None = from_rank_0(lambda: best_checkpoint(folder))
+    if best is None:
+        return f"no checkpoint has an eval_loss: what is exported is the model of step {step}"
+    if step_of(best) != step:
+        trained = [(shard.layout, shard.data) for shard in model.shards if shard.parameter.requires_grad]
+        load_checkpoint(best, tensor_state(trained, "model"))
+    return f"what is exported is the model of step {step_of(best)}, whose eval_loss is the lowest of all checkpoints"
