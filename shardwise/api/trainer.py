@@ -224,22 +224,27 @@ class Trainer(Familiar):
             put(tree, f"strategy.{key}", value, f"strategy[{key!r}]")
         if self._lora is not None:
             put(tree, "lora", self._lora, "Trainer(peft_config)")
-        for key, name in (("train", TRAIN_ROWS), ("eval", EVAL_ROWS)):
-            rows = self._datasets[name]
-            if rows is not None:
-                put(tree, f"data.{key}", os.fspath(rows) if _is_path(rows) else name, name)
-        for key, value in getattr(train_rows, "keys_given", {}).items():
-            tree.setdefault("data", {}).setdefault(key, value)
+        self._put_rows(tree)
         if isinstance(self._tokenizer, str):
             put(tree, "tokenizer", self._tokenizer, "Trainer(tokenizer)")
-        if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
-            tree["data"]["train"] = tree["data"]["eval"]
         for callback in self._callbacks:
             for key, value in getattr(callback, "keys_given", {}).items():
                 put(tree, key, value, type(callback).__name__)
         tree["devices"] = devices_said(AMBIENT.device_num, tree.get("devices"))
         tree = apply_overrides(tree, presets(os.environ))
         return to_be_planned(tree, self.args.tree) if AMBIENT.planned else tree
+
+    def _put_rows(self, tree: dict[str, Any]) -> None:
+        """The data sets and what they say of themselves, as keys of ``data`` in ``tree``."""
+        train_rows = self._datasets[TRAIN_ROWS]
+        for key, name in (("train", TRAIN_ROWS), ("eval", EVAL_ROWS)):
+            rows = self._datasets[name]
+            if rows is not None:
+                put(tree, f"data.{key}", os.fspath(rows) if _is_path(rows) else name, name)
+        for key, value in getattr(train_rows, "keys_given", {}).items():
+            tree.setdefault("data", {}).setdefault(key, value)
+        if train_rows is None and "eval" in tree.get("data", {}):  # evaluation alone: the loop needs rows all the same
+            tree["data"]["train"] = tree["data"]["eval"]
 
     def _num_stages(self) -> int:
         """Stages of the pipeline by all that was said, 1 where nothing was; what is no number is refused elsewhere."""
