@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def _local_rows(
     no folder is one of it.
 
     Raises:
-        ConfigError: its folder is here, and has no such split.
+        ConfigError: its folder is here, and has no such split, or not the whole of it.
     """
     bases = [local_path(plain)]
     if models_dir is not None:
@@ -111,6 +112,9 @@ def _local_rows(
     if found is not None or not sets:
         return found
     folder = sets[0]
+    if "[" in part[1]:
+        rule = f"a part of a split is taken of data sets that come from a hub alone, and {folder} is here"
+        raise ConfigError(f"{key} = {name!r}", rule, f"Leave {part[1][part[1].index('[') :]} out")
     shown = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
     rule = f"the folder {folder} has neither a folder nor a file {'/'.join(filter(None, part))} (it holds {shown})"
     raise ConfigError(f"{key} = {name!r}", rule, "Name a split that is there, or give the path of a file")
@@ -123,8 +127,26 @@ def _split_of(folder: Path, config: str | None, split: str) -> str | None:
     bases = (folder / config, folder / "data" / config) if config else (folder, folder / "data")
     ends = ["", *(end + packing for end in SUFFIXES for packing in ("", *PACKED))]
     found = next((str(base / (split + end)) for base in bases for end in ends if (base / (split + end)).exists()), None)
-    cut = (glob.escape(str(base)) + f"/{split}-[0-9]*-of-[0-9]*{end}" for base in bases for end in SUFFIXES)
-    return found or next((pattern for pattern in cut if named_files(Path(pattern))), None)
+    if found is not None:
+        return found
+    stems = [glob.escape(str(base / split)) + "-[0-9]*-of-[0-9]*" for base in bases]
+    patterns = [stem + end for stem in stems for end in ends[1:]]
+    pattern = next((pattern for pattern in patterns if named_files(Path(pattern))), None)
+    if pattern is not None:
+        _check_whole(split, named_files(Path(pattern)))
+    return pattern
+
+
+def _check_whole(split: str, files: Sequence[Path]) -> None:
+    """
+    Raises:
+        ConfigError: the files that a split was cut into are not all there, or of two cuts.
+    """
+    totals = sorted({int(path.name.rpartition("-of-")[2].partition(".")[0]) for path in files})
+    if totals != [len(files)]:
+        said = " and ".join(map(str, totals))
+        rule = f"is cut into {said} files by their names, and {files[0].parent} holds {len(files)}"
+        raise ConfigError(f"the split {split}", rule, "Fetch the data set again, or give the path of its files")
 
 
 def _fetch_rows(name: str, config: str | None, split: str, cache: Path | None) -> str:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.errors import ShardwiseError
 from shardwise.launch.alive import ANSWER_SECONDS
 from shardwise.launch.place import Nodes
 from shardwise.train.context import Restart
 
 # From one machine's end of an attempt to the others', which may first wait for what tells their devices.
 _WORD_SECONDS = 30.0 + ANSWER_SECONDS
+_PLAN_SECONDS = 600.0  # in which machine 0 may plan for fewer devices, before it tells what it has decided
 _STEP_SECONDS = 0.1
 
 
@@ -88,7 +88,7 @@ class Machines:
             word: this machine's.
             begin: called on machine 0 before any machine begins again, when all have looked at what has failed, with
                 the least that a machine has left (None: as many as before); returns how many devices there are to be
-                on all machines together, or raises a ShardwiseError where that cannot be.
+                on all machines together, or raises where that cannot be.
         """
         if self.store is None:
             return Agreement()
@@ -120,13 +120,13 @@ class Machines:
         left = [each.left for each in (word, *words.values()) if each.left is not None]
         try:
             return Agreement(own, begin(min(left, default=None)))
-        except ShardwiseError as error:
-            return Agreement(refusal=str(error))
+        except Exception as error:  # whatever it is, the others are to hear that nobody begins again
+            return Agreement(refusal=str(error) or type(error).__name__)
 
     def _decision(self, attempt: int) -> Agreement:
         """What machine 0 has decided; it may wait for a third machine first."""
         key = f"decision/{attempt}"
-        if _wait(lambda: [] if self.store.check([key]) else [0], 2 * _WORD_SECONDS):
+        if _wait(lambda: [] if self.store.check([key]) else [0], 2 * _WORD_SECONDS + _PLAN_SECONDS):
             return Agreement()
         values = json.loads(self.store.get(key))
         restart = values["restart"]

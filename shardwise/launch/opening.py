@@ -19,7 +19,7 @@ from shardwise.errors import LaunchError, ShardwiseError
 def main(file: str, arguments: list[str]) -> int:
     """Run the script; returns the exit status of the contract where it raises, 0 at its end."""
     path = os.path.abspath(file)
-    sys.argv = [path, *arguments]
+    sys.argv = [file, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         runpy.run_path(path, run_name="__main__")

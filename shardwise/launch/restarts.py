@@ -115,6 +115,9 @@ def planned_for(work: Work, left: int) -> Work:
         rule = "a script is started again on as many as before, on which it may count" if left else "none can go on"
         raise LaunchError(f"{left} of {work.devices} devices are left", rule, "Start it anew, with resume=auto")
     if is_set_aside(work.folder):
+        if work.nodes.count > 1:  # one of them would start more processes than it has devices
+            rule = "the run has made no step, so that it could only begin on as many as before"
+            raise LaunchError(f"{left} of {work.devices} devices are left", rule, "Start it anew")
         return work
     run, plan = _most_devices(work, left)
     say(f"{left} of {work.devices} devices are left; the run goes on on {plan.devices}")

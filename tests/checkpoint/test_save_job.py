@@ -68,7 +68,7 @@ def test_every_file_is_on_the_disk_before_the_name(
 
 def _saves_beside_steps(rank: int, folder: Path) -> tuple[bool, bool]:
     """Whether a save that rests for hours was written before it was waited for; and one that is due at once."""
-    writing._SHARE = 1e-9
+    writing._SHARE = 1e-6
     layout = ParamLayout("weight", (64, 64), shard_range=chunk_range(64, 2, rank))
     tensors = tensor_state([(layout, torch.rand(32, 64))], "model")
     written = []

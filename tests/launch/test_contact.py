@@ -74,7 +74,7 @@ def test_code_without_a_file_is_refused_in_one_message_with_status_2(arguments: 
     command = [sys.executable, *arguments, *([code] if arguments == ["-c"] else [])]
     environment = {"PYTHONPATH": str(ROOT), "SHARDWISE_DEVICE": "cpu", "PATH": "/usr/bin"}
     answer = subprocess.run(
-        command, input=code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, input=code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     assert (answer.returncode, answer.stdout) == (2, "")
     (line,) = answer.stderr.splitlines()

@@ -190,6 +190,11 @@ def test_a_data_set_lies_in_a_folder_of_models_or_is_refused_with_what_to_instal
     (held / "data" / "train-notes.parquet").write_text("{}")
     whole = locate_rows("data.train", "somebody/rows", tmp_path / "models", None)
     assert [path.name for path in files_of(Path(whole))] == [f"train-0000{n}-of-00002.parquet" for n in range(2)]
+    (held / "data" / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"split train: is cut into 2 files by their names, and .* holds 1"):
+        locate_rows("data.train", "somebody/rows", tmp_path / "models", None)
+    with pytest.raises(ConfigError, match=r"a part of a split.*Leave \[:10\] out"):
+        locate_rows("data.train", "somebody/rows:train[:10]", tmp_path / "models", None)
     place = locate_rows("data.train", "somebody/rows:main:test", tmp_path / "models", None)
     assert place == str(held / "main" / "test.jsonl.zst")
     model = make_folder(tmp_path / "models" / "twin")  # with the last part of a data set's name

@@ -173,6 +173,8 @@ def _agreed(machines: list[Machines], attempt: int, words: list[Word], own: Rest
             begun.append(rank)
             if left == 1:
                 raise LaunchError("1 device", "is too few", "Add one")
+            if left == 0:
+                raise RuntimeError("can't start new thread")
             return 2 * (4 if left is None else left)
 
         return machines[rank].agree(Nodes(2, rank, "h:1"), attempt, own if rank == 0 else None, words[rank], begin)
@@ -185,6 +187,7 @@ def _agreed(machines: list[Machines], attempt: int, words: list[Word], own: Rest
 
 def test_machines_begin_again_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines_module, "_WORD_SECONDS", 0.3)
+    monkeypatch.setattr(machines_module, "_PLAN_SECONDS", 0.0)
     endpoint, machines = free_endpoint(), [Machines(), Machines()]
 
     def meet_again(attempt: int) -> list[Any]:
@@ -215,6 +218,8 @@ def test_machines_begin_again_together_or_not_at_all(monkeypatch: pytest.MonkeyP
     assert _agreed(machines, 4, [Word(left=3), Word(left=2)]) == [Agreement(AGAIN, 4)] * 2, "as many on each"
     few = Agreement(refusal="1 device: is too few. Add one")
     assert _agreed(machines, 5, [Word(), Word(left=1)]) == [few, Agreement()]
+    broken = Agreement(refusal="can't start new thread")
+    assert _agreed(machines, 8, [Word(), Word(left=0)]) == [broken, Agreement()], "the others hear of it"
     alone = machines[0].agree(Nodes(2, 0, "h:1"), 6, AGAIN, Word(), lambda left: 8)
     assert alone == Agreement(refusal="machine 1 does not answer")
     machines[0].store = machines[0].attempt_store = None  # its launcher ends
