@@ -7,7 +7,6 @@ of them stage by stage.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,20 +15,19 @@ import numpy as np
 
 from shardwise.planner.bounds import held_inverses
 from shardwise.planner.buffers import communicator_bytes
-from shardwise.planner.compute import part_passes, rank_tokens, total
+from shardwise.planner.compute import rank_tokens
 from shardwise.planner.data import data_seconds, exposed, optimizer_seconds, sharded_terms
 from shardwise.planner.gathered import job_gathered_bytes
-from shardwise.planner.halves import deferred_seconds, waiting_bytes, waiting_seconds
+from shardwise.planner.halves import deferred_seconds
 from shardwise.planner.job import Job
 from shardwise.planner.layout import Layout
 from shardwise.planner.memory import (
     block_heap_bytes,
     other_heap_bytes,
-    saved_bytes,
     slack_share,
-    workspace_bytes,
 )
 from shardwise.planner.parts import Placed, tied_copy
+from shardwise.planner.rates import Rates, blocks_by_kind, commonest, rates_of
 from shardwise.planner.space import (
     MOST_VIRTUAL,
     Columns,
@@ -42,7 +40,6 @@ from shardwise.planner.space import (
 from shardwise.planner.state import gradients_apart, state_terms
 from shardwise.spec.block import RECOMPUTE_LEVELS, PartCosts
 
-_SUMMED = ("forward", "backward", "again", "saved", "saved_all", "workspace", "waiting", "waiting_bytes")
 AXES = ("tp", "cp", "pp", "dp", "m", "ep", "v", "halves")
 JUDGED = ("sp", "table", "level", "shard", "reshard", "seconds", "bound", "need", "unit", "later", "ahead", "behind")
 
@@ -66,30 +63,6 @@ class Screened:
         return Screened({name: column[mask] for name, column in self.columns.items()})
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """Of one micro-batch on one rank, by row of the group: of an average block, the embedding, the head."""
-
-    forward: Any
-    backward: Any
-    again: Any
-    first: Any
-    last: Any
-    saved: Any
-    saved_all: Any
-    saved_first: Any
-    saved_last: Any
-    workspace: Any
-    workspace_first: Any
-    workspace_last: Any
-    waiting: Any
-    waiting_bytes: Any
-    forward_share: Any
-    unit_forward: Any
-    unit_backward: Any
-    unit_later: Any
-
-
 @dataclass
 class Group:
     """Rows of one tensor degree and its tables, with or without sequence parallel, at one recompute level, by bounds.
@@ -102,7 +75,7 @@ class Group:
     table: int
     layout: Layout
     columns: Columns
-    rates: _Rates
+    rates: Rates
 
     def __len__(self) -> int:
         return len(self.columns["bound"])
@@ -120,7 +93,7 @@ def groups_of(job: Job, space: Space) -> list[Group]:
             for level in levels(job):
                 layout = replace(split, recompute=level)  # type: ignore[arg-type]
                 few = replace(layout, cp=rows["cp"][first], ep=rows["ep"][first], micro_batch=rows["m"][first])
-                rates = _few_rates(own, few, len(first))
+                rates = rates_of(own, few, len(first))
                 free, ends = rates.forward + rates.backward, rates.first + rates.last
                 middle = (job.costs.num_blocks * free + ends)[cell] / rows["pp"]
                 bound = number * np.maximum(middle, (free + rates.last)[cell] / job.cluster.chip.shared)
@@ -195,8 +168,8 @@ def _judge(job: Job, group: Group, rows: Columns) -> list[Columns]:
     return judged
 
 
-def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Columns:
-    rates = _Rates(**{name: getattr(of_cells, name)[rows["cell"]] for name in of_cells.__dataclass_fields__})
+def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: Rates) -> Columns:
+    rates = Rates(**{name: getattr(of_cells, name)[rows["cell"]] for name in of_cells.__dataclass_fields__})
     number = rows["number"]
     need, share = _memory(job, layout, rows, rates, number)
     again = rates.again * share
@@ -244,7 +217,7 @@ def _judge_rows(job: Job, layout: Layout, rows: Columns, of_cells: _Rates) -> Co
     return {name: column[same] for name, column in (rows | found).items()}
 
 
-def _units(job: Job, layout: Layout, rows: Columns, rates: _Rates) -> Columns:
+def _units(job: Job, layout: Layout, rows: Columns, rates: Rates) -> Columns:
     """What :func:`shardwise.planner.bounds.least_blocks` takes of each row."""
     forward, backward = rates.unit_forward, rates.unit_backward
     if layout.zero == 3:
@@ -257,12 +230,7 @@ def _units(job: Job, layout: Layout, rows: Columns, rates: _Rates) -> Columns:
     return {"unit": unit, "later": later, "ahead": forward / unit, "behind": rates.last / unit}
 
 
-def commonest(job: Job) -> tuple[int, int]:
-    """The kind that most blocks are of, and how many are."""
-    return Counter(job.costs.order).most_common(1)[0]
-
-
-def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
+def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: Rates, held: list[Placed]) -> Any:
     """Seconds that no cut into stages and no number of recomputed blocks can be below.
 
     The slowest rank takes at least as long as the ranks' mean. Traffic that computing does not hide, and the
@@ -280,7 +248,7 @@ def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held:
     if layout.zero == 3:
         traffic = [
             (times / blocks, sharded_terms((kind, 1, layout.recompute), layout, work, cluster))
-            for kind, times in _kinds(job)
+            for kind, times in blocks_by_kind(job)
         ]
         gathers, both = (sum(share * terms[index] for share, terms in traffic) for index in (0, 1))
         forward = forward + exposed(gathers, forward, work.overlap_data)
@@ -303,7 +271,7 @@ def _least_seconds(job: Job, layout: Layout, rows: Columns, rates: _Rates, held:
     return np.maximum(mean, np.where(rows["v"] > 1, apart, filled) / max(1.0, cluster.chip.shared))
 
 
-def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, held: list[Placed]) -> Any:
+def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: Rates, held: list[Placed]) -> Any:
     """The share of blocks that any cut must compute again.
 
     Rank r of p holds p - r micro-batches of each of its blocks at least. Where it has several stages, it holds p of
@@ -326,55 +294,9 @@ def _least_recomputed(job: Job, layout: Layout, rows: Columns, rates: _Rates, he
     return np.where(gain > 0, np.clip(1 - spare / np.maximum(gain, 1), 0, 1), 0.0)
 
 
-def _few_rates(job: Job, layout: Layout, width: int) -> _Rates:
-    costs, work = job.costs, job.work
-    plain = replace(layout, recompute="none")
-    sums: dict[str, Any] = dict.fromkeys(_SUMMED, 0.0)
-    forward_share: Any = 1.0
-    for kind, times in _kinds(job):
-        share = times / costs.num_blocks
-        passes = part_passes(kind, layout, work, job.cluster)
-        for name in ("forward", "backward", "again"):
-            sums[name] = sums[name] + share * total(getattr(passes, name))
-        sums["waiting"] = sums["waiting"] + share * waiting_seconds(kind, layout, work, job.cluster)
-        sums["waiting_bytes"] = sums["waiting_bytes"] + share * waiting_bytes(kind, layout, work)
-        kept = saved_bytes(kind, layout.recompute, layout, work)
-        everything = saved_bytes(kind, "none", layout, work)
-        sums["saved"] = sums["saved"] + share * kept
-        sums["saved_all"] = sums["saved_all"] + share * everything
-        sums["workspace"] = np.maximum(sums["workspace"], workspace_bytes(kind, layout.recompute, layout, work))
-        if kind is job.costs.kinds[commonest(job)[0]]:
-            always = layout.recompute != "full" or job.fixed.get("recompute") == "full"
-            sums["unit_forward"] = total(passes.forward)
-            sums["unit_backward"] = total(passes.backward) + (total(passes.again) if always else 0.0)
-            sums["unit_later"] = waiting_seconds(kind, layout, work, job.cluster)
-        whole = total(passes.forward) + total(passes.backward) + total(passes.again)
-        forward_share = np.minimum(forward_share, total(passes.forward) / whole)
-    ends: list[Any] = []
-    for parts in ((costs.embedding,), (costs.head, *costs.more)):
-        passes_of = [part_passes(part, plain, work, job.cluster) for part in parts]
-        ends.append(sum(total(one.forward) + total(one.backward) for one in passes_of))
-    saved = [saved_bytes(part, "none", layout, work) for part in (costs.embedding, costs.head)]
-    more = sum((saved_bytes(part, "none", layout, work) for part in costs.more), start=0.0)
-    values = sums | {
-        "forward_share": forward_share,
-        "first": ends[0],
-        "last": ends[1],
-        "saved_first": saved[0],
-        "saved_last": saved[1] + more,
-        "workspace_first": workspace_bytes(costs.embedding, "none", layout, work),
-        "workspace_last": workspace_bytes(costs.head, "none", layout, work),
-    }
-    return _Rates(**{name: np.broadcast_to(np.asarray(value, dtype=float), (width,)) for name, value in values.items()})
-
-
-def _kinds(job: Job) -> list[tuple[PartCosts, int]]:
-    return [(job.costs.kinds[kind], times) for kind, times in sorted(Counter(job.costs.order).items())]
-
-
 def _average_parts(job: Job, layout: Layout, rows: Columns) -> list[Placed]:
     """What a rank in the middle holds, in shares of parts, and the embedding's share."""
-    parts: list[Any] = [(kind, times / rows["pp"], layout.recompute) for kind, times in _kinds(job)]
+    parts: list[Any] = [(kind, times / rows["pp"], layout.recompute) for kind, times in blocks_by_kind(job)]
     parts += [(job.costs.embedding, 1.0 / rows["pp"], "none"), (job.costs.head, 1.0 / rows["pp"], "none")]
     if job.costs.tied:
         parts.append((tied_copy(job.costs), (rows["pp"] > 1) / rows["pp"], "none"))
@@ -391,14 +313,14 @@ def _state_bytes(job: Job, layout: Layout, parts: list[PartCosts]) -> Any:
     return sum(terms.values()) - np.where(gradients_apart(layout, job.work), terms["gradients"], 0.0)
 
 
-def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.ndarray) -> tuple[Any, Any]:
+def _memory(job: Job, layout: Layout, rows: Columns, rates: Rates, number: np.ndarray) -> tuple[Any, Any]:
     """Bytes of the fullest rank, and the share of blocks that must be recomputed to stay below the limit (1: all).
 
     Blocks are taken as evenly shared out; the first rank holds the most micro-batches, the last one the logits.
     """
     pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
     blocks = num_blocks / pp
-    state = sum(times * _state_bytes(job, layout, [kind]) for kind, times in _kinds(job)) / num_blocks
+    state = sum(times * _state_bytes(job, layout, [kind]) for kind, times in blocks_by_kind(job)) / num_blocks
     ends = [_state_bytes(job, layout, [job.costs.embedding]), _state_bytes(job, layout, [job.costs.head])]
     if job.costs.more:
         ends[1] = ends[1] + _state_bytes(job, layout, list(job.costs.more))
@@ -421,7 +343,8 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
     with_head = logits + np.maximum(beside_head, beside_first)
     first = first + np.where(pp == 1, with_head, beside_first)
     last = base + ends[1] + logits + beside_head
-    heap = sum(times * block_heap_bytes(kind, layout.recompute, layout, job.work) for kind, times in _kinds(job))
+    kinds = blocks_by_kind(job)
+    heap = sum(times * block_heap_bytes(kind, layout.recompute, layout, job.work) for kind, times in kinds)
     heap = heap / num_blocks * (layout.zero > 0)
     state = state - heap
 
@@ -453,11 +376,11 @@ def _memory(job: Job, layout: Layout, rows: Columns, rates: _Rates, number: np.n
 
 def _deferred_seconds(job: Job) -> float:
     """Of an average block, as :mod:`shardwise.planner.cost` has it."""
-    seconds = sum(times * deferred_seconds(kind, job.work, job.cluster) for kind, times in _kinds(job))
+    seconds = sum(times * deferred_seconds(kind, job.work, job.cluster) for kind, times in blocks_by_kind(job))
     return seconds / job.costs.num_blocks
 
 
-def _slowest_stage(job: Job, rows: Columns, block: Any, rates: _Rates) -> Any:
+def _slowest_stage(job: Job, rows: Columns, block: Any, rates: Rates) -> Any:
     """Seconds of the slowest rank for a micro-batch, with whole blocks in a stage."""
     pp, v, num_blocks = rows["pp"], rows["v"], job.costs.num_blocks
     even = (num_blocks * block + rates.first + rates.last) / pp
@@ -496,7 +419,7 @@ def least_device_seconds(job: Job, columns: Columns) -> float:
         rows = {name: column[columns["tp"] == tp] for name, column in columns.items()}
         for _, own, split in _splits(job, int(tp)):
             layout = replace(split, cp=rows["cp"], ep=rows["ep"], micro_batch=rows["m"])
-            rates = _few_rates(own, layout, len(rows["cp"]))
+            rates = rates_of(own, layout, len(rows["cp"]))
             seconds = job.costs.num_blocks * (rates.forward + rates.backward) + rates.first + rates.last
             least = min(least, float((seconds * tp * rows["cp"] / rows["m"]).min()))
     return least

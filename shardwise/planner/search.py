@@ -10,9 +10,10 @@ import numpy as np
 
 from shardwise.planner.bounds import least_blocks
 from shardwise.planner.job import Candidate, Found, Job, Planned
+from shardwise.planner.rates import commonest
 from shardwise.planner.refine import refine
 from shardwise.planner.refusal import no_plan
-from shardwise.planner.screen import commonest, least_device_seconds
+from shardwise.planner.screen import least_device_seconds
 from shardwise.planner.space import Columns, enumerate_space
 from shardwise.planner.sweep import REFINED, Sweep, candidate_of, not_runnable
 

@@ -44,7 +44,7 @@ from shardwise.train.profiling import StepProfiler
 from shardwise.train.progress import ProgressView
 from shardwise.train.restarts import TellsRestart
 from shardwise.train.saving import TrainState, changes, intact_checkpoint, lora_fingerprint, restore
-from shardwise.train.setup import Blueprint, load_model, make_loader, within_tables
+from shardwise.train.setup import Blueprint, LoadedModel, load_model, make_loader, within_tables
 from shardwise.train.status import StatusFile
 from shardwise.train.trackers import make_trackers
 from shardwise.train.trainer import Trainer, TrainerParts, count_steps
@@ -146,10 +146,7 @@ def build_parts(
     meter = MemoryMeter(device)
     was_measured = plan.model.measured
     loaded, plan = load_model(run, plan, mesh, blueprint, TableCache(table_folder(os.environ)))
-    if loaded.adapters is not None:
-        say(f"LoRA      {loaded.adapters}")
-        if run.model_init == "random":
-            say("          the base model is random and in no file: the adapter can be resumed, not loaded elsewhere")
+    _say_what_is_trained(run, loaded, say)
     if context.rank == 0:
         plan.save(context.output_dir / "plan.json")
         if not was_measured:  # the next start knows it without building anything
@@ -176,6 +173,13 @@ def _checked_identity(run: RunConfig, plan: Plan, context: WorkerContext, data: 
         identity.check(saved["identity"], checkpoint, ("model", "optimizer", "data"))
         check_order(saved, run, checkpoint)
     return identity
+
+
+def _say_what_is_trained(run: RunConfig, loaded: LoadedModel, say: Callable[[str], None]) -> None:
+    if loaded.adapters is not None:
+        say(f"LoRA      {loaded.adapters}")
+        if run.model_init == "random":
+            say("          the base model is random and in no file: the adapter can be resumed, not loaded elsewhere")
 
 
 def _say_what_becomes_of_rows(loader: Loader, say: Callable[[str], None]) -> None:

@@ -64,7 +64,7 @@ def test_steps_are_written_once_a_second_and_all_else_at_once(tmp_path: Path, cl
     keeper.on_step_end(4, {})
     keeper.on_train_end("enough")
     assert read_status(tmp_path) == Status(
-        step=4, checkpoint="checkpoints/step-00000003", reason="enough", first_step=0
+        step=4, checkpoint="checkpoints/step-00000003", reason="enough", first_step=0, ended_at=4
     )
 
 
