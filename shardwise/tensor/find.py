@@ -189,15 +189,46 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
         if not p.is_linear and (found := find_expert_cuts(p.module, p.args, p.kwargs, degree)) is not None
     }
     problem = _problem(trace, regions, cuts, real, degree)
-    values: dict[int, Numbers] = {}
+    trials = _Trials(small, want, _alone(trace))
+    values = _numbers_of_regions(trace, problem, trials)
+    if not _right_together(trace, problem, values, trials):
+        values = _numbers_of_regions(trace, problem, replace(trials, one_by_one=True))
     for index, region in enumerate(regions):
         if region.splittable and not region.is_residual:
-            numbers = _try_region(small, trace, problem, index, degree, want)
-            if numbers is None:
-                region.splittable = False
-            else:
-                values[index] = numbers
+            region.splittable = index in values
     return Kind(trace.name, trace, problem, cuts, values, solve(problem))
+
+
+def _numbers_of_regions(trace: BlockTrace, problem: Problem, trials: _Trials) -> dict[int, Numbers]:
+    """The numbers of each region whose split was right when it was tried, by its place among the regions."""
+    tried = {
+        index: _try_region(trace, problem, index, trials.anew(trace))
+        for index, region in enumerate(problem.regions)
+        if region.splittable and not region.is_residual
+    }
+    return {index: numbers for index, numbers in tried.items() if numbers is not None}
+
+
+def _right_together(trace: BlockTrace, problem: Problem, values: Mapping[int, Numbers], trials: _Trials) -> bool:
+    """Whether the model with every one of these regions split is that of one process."""
+    if not values:
+        return True
+    kind = _forced(trace, problem, values)
+    return kind is not None and trials.is_right(kind)
+
+
+def _forced(trace: BlockTrace, problem: Problem, values: Mapping[int, Numbers]) -> Kind | None:
+    """A kind in which just these regions are split; None where that cannot be."""
+    regions = [
+        region if index in values or region.is_residual else replace(region, splittable=False)
+        for index, region in enumerate(problem.regions)
+    ]
+    stacks = dict.fromkeys(problem.stacks, False)
+    forced = replace(problem, regions=regions, forced=dict.fromkeys(values, Mode.SPLIT), stacks=stacks)
+    try:
+        return Kind(trace.name, trace, forced, {}, dict(values), solve(forced))
+    except ValueError:
+        return None
 
 
 def _problem(
@@ -236,31 +267,28 @@ def _sizes(product: Product, real: nn.Module, degree: int) -> Sizes:
     return Sizes(inputs, outputs, parameters, even)
 
 
-def _try_region(
-    small: nn.Module, trace: BlockTrace, problem: Problem, index: int, degree: int, want: Reference
-) -> Numbers | None:
+def _try_region(trace: BlockTrace, problem: Problem, index: int, trials: _Trials) -> Numbers | None:
     """The numbers with which the split of one region runs and is right; None where there are none."""
-    alone = [
-        region if i == index or region.is_residual else replace(region, splittable=False)
-        for i, region in enumerate(problem.regions)
-    ]
-    forced = replace(problem, regions=alone, forced={index: Mode.SPLIT}, stacks=dict.fromkeys(problem.stacks, False))
-    try:
-        solution = solve(forced)
-    except ValueError:
+    kind = _forced(trace, problem, {index: {}})
+    if kind is None:
         return None
     region = problem.regions[index]
-    kind = Kind(trace.name, trace, forced, {}, {}, solution)
     scope = _common([*region.chunked, *region.narrow])
     widths = {p.in_features for p in trace.products if p.name in region.narrow}
     for name, chunks in region.chunked.items():
         widths |= {part.size for part in chunks} | {p.out_features for p in trace.products if p.name == name}
     units = max((part.units for chunks in region.chunked.values() for part in chunks), default=0)
-    trial = _Trial(small, kind, index, want, _alone(trace))
-    for candidate in candidate_sets(read_numbers(small, scope), sorted(widths), degree, units):
-        if trial.is_right_alone(candidate) and trial.is_right(candidate):
-            fewest = _fewest(candidate, trial.is_right_alone)
-            return fewest if fewest == candidate or trial.is_right(fewest) else candidate
+
+    def with_numbers(numbers: Numbers) -> Kind:
+        return replace(kind, values={index: numbers})
+
+    def is_right_alone(numbers: Numbers) -> bool:
+        return trials.is_right_alone(with_numbers(numbers))
+
+    for candidate in candidate_sets(read_numbers(trials.small, scope), sorted(widths), problem.degree, units):
+        if is_right_alone(candidate) and trials.may_be_right(with_numbers(candidate)):
+            fewest = _fewest(candidate, is_right_alone)
+            return fewest if fewest == candidate or trials.may_be_right(with_numbers(fewest)) else candidate
     return None
 
 
@@ -274,30 +302,42 @@ def _alone(trace: BlockTrace) -> Reference | None:
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """The split of one region with some numbers changed, tried on its block alone and in the small model.
+class _Trials:
+    """A kind of block with some of it split, tried on the block alone and in the small model.
 
-    The block alone costs a fraction of the model, and most candidates fail in it already.
+    The block alone costs a fraction of the model, and most candidates fail in it already. What is right in it is right
+    in the model but for a few: regions are tried there all together, and one by one only where that fails.
+
+    Attributes:
+        alone: what the block does by itself; None where that is another thing than in the model.
+        one_by_one: try each region in the model, too.
     """
 
     small: nn.Module
-    kind: Kind
-    region: int
     want: Reference
     alone: Reference | None
+    one_by_one: bool = False
 
-    def is_right_alone(self, numbers: Numbers) -> bool:
+    def anew(self, trace: BlockTrace) -> _Trials:
+        """The same for the next region: a block that keeps what the last run left in it does another thing by then."""
+        return replace(self, alone=_alone(trace))
+
+    def is_right_alone(self, kind: Kind) -> bool:
         if self.alone is None:
-            return self.is_right(numbers)
-        return self._holds(self.kind.trace.module, self._table(numbers), self.alone)
+            return self.is_right(kind)
+        return self._holds(kind.trace.module, self._table(kind), self.alone)
 
-    def is_right(self, numbers: Numbers) -> bool:
-        structure, same = find_structure(self.small), signature(self.kind.trace.module)
-        table = spread(self.small, structure, {same: self._table(numbers)}, self.kind.problem.degree, {})
+    def may_be_right(self, kind: Kind) -> bool:
+        """Of one that is right alone: whether it is in the model, unless that is found out later."""
+        return (not self.one_by_one and self.alone is not None) or self.is_right(kind)
+
+    def is_right(self, kind: Kind) -> bool:
+        structure, same = find_structure(self.small), signature(kind.trace.module)
+        table = spread(self.small, structure, {same: self._table(kind)}, kind.problem.degree, {})
         return self._holds(self.small, table, self.want)
 
-    def _table(self, numbers: Numbers) -> ShardingTable:
-        return relative_table(replace(self.kind, values={self.region: numbers}), self.small, None)
+    def _table(self, kind: Kind) -> ShardingTable:
+        return relative_table(kind, self.small, None)
 
     @staticmethod
     def _holds(module: nn.Module, table: ShardingTable, want: Reference) -> bool:
