@@ -130,10 +130,14 @@ def read_run(row: Row) -> Run:
 
 
 def _costs(row: Row, shape: Shape, tp: int) -> ModelCosts:
-    """Of our own runs of a well-known model those that plans count with; of all else those of the sizes."""
+    """Of our own runs of a well-known model, with its sizes, those that plans count with; of all else those of the
+    sizes."""
     name = row.get("model_name", "").strip()
     if software_of(row).fields.get("ours") and name in known_models():
-        return known_costs(name)[1].under(None)
+        model, costs = known_costs(name)
+        own = (model.num_blocks, model.hidden_size, model.num_heads)
+        if own == (shape.num_blocks, shape.hidden, shape.heads) and tp in costs.legal_degrees():
+            return costs.under(None)
     return model_costs(shape, sorted({1, tp}))
 
 

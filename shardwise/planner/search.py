@@ -77,8 +77,8 @@ def _refine_best(job: Job, sweep: Sweep, top: int) -> tuple[list[Planned], int, 
     plans: list[Planned] = []
     for table in range(len(job.by_table)):
         of_table = columns["table"] == table
-        for some, number in ((of_table, top), (of_table & can, 1)):
-            known = plans if number == top else [plan for plan in plans if not plan.not_runnable]
+        for some, number, only_runnable in ((of_table, top, False), (of_table & can, 1, True)):
+            known = [plan for plan in plans if not (only_runnable and plan.not_runnable)]
             order = np.flatnonzero(some)
             order = _with_others_first(columns, order[np.argsort(columns["seconds"][order], kind="stable")], top)
             least = 0 if table and known else REFINED

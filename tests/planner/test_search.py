@@ -328,3 +328,12 @@ def test_hidden_states_of_experts_are_whole_on_every_tensor_rank(name: str, hidd
     assert block.saved["none"].routed >= chosen * hidden
     assert block.forward_traffic.routed > 2 * chosen * hidden
     assert block.saved["none"].expert > 0
+
+
+def test_the_best_plan_that_can_run_is_found_however_few_are_told() -> None:
+    """The faster ones of this model need expert parallelism."""
+    wanted = replace(job("mixtral-8x7b", devices=16, rows=128), work=Work(4096, ours=True))
+    wanted = replace(wanted, cluster=load_cluster("a100-80gb"))
+    found = [[plan for plan in search(wanted, top=top).plans if not plan.not_runnable] for top in (1, 5)]
+    assert found[0]
+    assert found[0][0].candidate == found[1][0].candidate
