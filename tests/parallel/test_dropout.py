@@ -79,7 +79,7 @@ def same(folders: dict[str, Path]) -> dict[str, Outcome]:
     found = {}
     for size in (1, 2, 4):
         names = [name for name, case in cases.items() if case.strategy.world_size == size]
-        by_rank = run_distributed(run_cases, size, [cases[name] for name in names], timeout=200)
+        by_rank = run_distributed(run_cases, size, [cases[name] for name in names], timeout=280)
         found |= {name: assemble([rank[i] for rank in by_rank]) for i, name in enumerate(names)}
     return found
 
@@ -147,7 +147,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
     found = {}
     for size in (1, 2, 4):
         keys = [key for key, case in cases.items() if case.strategy.world_size == size]
-        by_rank = run_distributed(run_plain, size, [cases[key] for key in keys], timeout=200)
+        by_rank = run_distributed(run_plain, size, [cases[key] for key in keys], timeout=280)
         found |= {key: assemble([rank[i] for rank in by_rank]) for i, key in enumerate(keys)}
     return found
 
