@@ -169,8 +169,8 @@ class SaveJob:
     def _write_own_files(self) -> None:
         written = self._writer.write_data(self._plan, self._planner)
         self._results = written.wait()
-        for path in self._draft.glob(f"__{dist.get_rank()}_*.distcp"):
-            self._records[path.name] = FileRecord(path.stat().st_size, self._files.checksums[path.name])
+        for name, checksum in self._files.checksums.items():
+            self._records[name] = FileRecord((self._draft / name).stat().st_size, checksum)
 
     def _publish(self, everything: list[Any]) -> SaveError | None:
         return self._caught(lambda: self._give_name(everything))

@@ -192,7 +192,7 @@ def _matches(entry: str, name: str) -> bool:
 
 def _is_end(entry: str, part: PartCosts) -> bool:
     if part.name == "head":
-        return any(product.name.endswith(entry) or _matches(product.name, entry) for product in part.products)
+        return any(product.name.endswith(entry) for product in part.products)
     return _EMBEDDINGS.search(entry) is not None
 
 

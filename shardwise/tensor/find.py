@@ -189,7 +189,7 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
         if not p.is_linear and (found := find_expert_cuts(p.module, p.args, p.kwargs, degree)) is not None
     }
     problem = _problem(trace, regions, cuts, real, degree)
-    trials = _Trials(small, want, _alone(trace))
+    trials = _Trials(small, want)
     values = _numbers_of_regions(trace, problem, trials)
     if not _right_together(trace, problem, values, trials):
         values = _numbers_of_regions(trace, problem, replace(trials, one_by_one=True))
@@ -202,7 +202,7 @@ def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int
 def _numbers_of_regions(trace: BlockTrace, problem: Problem, trials: _Trials) -> dict[int, Numbers]:
     """The numbers of each region whose split was right when it was tried, by its place among the regions."""
     tried = {
-        index: _try_region(trace, problem, index, trials.anew(trace))
+        index: _try_region(trace, problem, index, trials.of_block(trace))
         for index, region in enumerate(problem.regions)
         if region.splittable and not region.is_residual
     }
@@ -309,17 +309,17 @@ class _Trials:
     in the model but for a few: regions are tried there all together, and one by one only where that fails.
 
     Attributes:
-        alone: what the block does by itself; None where that is another thing than in the model.
+        alone: what the block does by itself; None where that is another thing than in the model, or not asked for.
         one_by_one: try each region in the model, too.
     """
 
     small: nn.Module
     want: Reference
-    alone: Reference | None
+    alone: Reference | None = None
     one_by_one: bool = False
 
-    def anew(self, trace: BlockTrace) -> _Trials:
-        """The same for the next region: a block that keeps what the last run left in it does another thing by then."""
+    def of_block(self, trace: BlockTrace) -> _Trials:
+        """With what the block does by itself now: one that keeps what its last run left does another thing later."""
         return replace(self, alone=_alone(trace))
 
     def is_right_alone(self, kind: Kind) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from shardwise.config import apply_overrides, dump_yaml, load_yaml
+from shardwise.errors import LaunchError
 from shardwise.launch import resolve, restarts
 from shardwise.launch.agent import Outcome, Work
 from shardwise.launch.alive import Alive
@@ -123,6 +124,16 @@ def test_what_is_left_is_what_the_workers_see(work: Work, monkeypatch: pytest.Mo
     assert (going_on.devices, going_on.variables) == (4, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
     going_on = restarts.with_devices_left(replace(work, devices=8, nodes=Nodes(2, 1, "h:1")))
     assert (going_on.devices, going_on.variables) == (8, {"CUDA_VISIBLE_DEVICES": "1,2,3,4"})
+
+
+def test_several_machines_do_not_begin_a_run_without_a_step_on_fewer_devices(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could only begin on as many as before, and one machine would have more processes than devices."""
+    monkeypatch.setattr(restarts, "is_set_aside", lambda _: True)
+    with pytest.raises(LaunchError, match=r"2 of 4 devices are left.*has made no step"):
+        restarts.planned_for(replace(work, nodes=Nodes(2, 0, "h:1")), 2)
+    assert restarts.planned_for(work, 2) is work
 
 
 @pytest.mark.parametrize(("left", "used"), [((2, 1), 2), ((1, 2), 2), ((2, 2), 4), ((0, 2), 0)])

@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.planner.accuracy import is_scored, predict, read_rows
+from shardwise.planner.known import known_costs
 from shardwise.planner.runs import SkippedRow, read_run
 
 ROW = {
@@ -30,6 +31,16 @@ def test_a_row_of_shape_and_configuration_is_enough() -> None:
     run = read_run(ROW)
     assert (run.layout.num_micro_batches, run.layout.stages, run.seconds) == (16, (16, 16), None)
     assert run.cluster.chip.name == "a100-80gb"
+
+
+def test_our_run_of_a_known_model_has_its_traced_costs_where_the_sizes_are_its_own() -> None:
+    own = {"framework": "shardwise", "model_name": "llama2-7b", "ffn": "11008", "vocab": "32000"}
+    _, known = known_costs("llama2-7b")
+    assert read_run(ROW | own).costs == known.under(None)
+    assert read_run(ROW | own | {"model_name": "mine"}).costs != known.under(None)
+    assert read_run(ROW | own | {"n_layers": "4"}).costs.num_blocks == 4
+    with pytest.raises(SkippedRow, match="tp = 3 does not divide the 32 attention heads"):
+        read_run(ROW | own | {"tp": "3", "dp": "", "num_devices": "6", "pp": "2"})
 
 
 @pytest.mark.parametrize(

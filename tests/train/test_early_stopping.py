@@ -11,6 +11,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from shardwise.errors import CheckpointError
+from shardwise.train import best as best_module
+from shardwise.train.best import take_best
 from shardwise.train.early_stopping import EarlyStopping
 from tests.train.runs import make_inputs, run
 
@@ -95,6 +98,15 @@ def test_the_export_is_the_model_of_the_best_checkpoint(inputs: Path, tmp_path: 
     export, model = tmp_path / "out" / "export", AutoModelForCausalLM.from_pretrained(inputs / "model")
     exported = PeftModel.from_pretrained(model, export) if lora else AutoModelForCausalLM.from_pretrained(export)
     assert _loss(exported, inputs / "rows.jsonl") == pytest.approx(losses[best], rel=1e-5)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of its weights is loaded: the model given here has none."""
+    best = Path("checkpoints") / "step-00000003"
+    monkeypatch.setattr(best_module, "from_rank_0", lambda _: best)
+    monkeypatch.setattr(best_module, "damage_in", lambda _: "the content of its __0_0.distcp is another")
+    with pytest.raises(CheckpointError, match=r"step-00000003.*is damaged: .*__0_0.distcp.*shardwise export"):
+        take_best(Path("checkpoints"), None, 5)  # type: ignore[arg-type]
 
 
 def _loss(model: torch.nn.Module, rows: Path) -> float:

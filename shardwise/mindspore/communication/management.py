@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from shardwise.mindspore.communication import (
-    HCCL_WORLD_COMM_GROUP,
-    MCCL_WORLD_COMM_GROUP,
-    NCCL_WORLD_COMM_GROUP,
-    GlobalComm,
-    __getattr__,
-    get_group_size,
-    get_local_rank,
-    get_local_rank_size,
-    get_process_group_ranks,
-    get_rank,
-    init,
-    release,
-)
+from typing import Any
 
-__all__ = [
-    "HCCL_WORLD_COMM_GROUP",
-    "MCCL_WORLD_COMM_GROUP",
-    "NCCL_WORLD_COMM_GROUP",
-    "GlobalComm",
-    "__getattr__",
-    "get_group_size",
-    "get_local_rank",
-    "get_local_rank_size",
-    "get_process_group_ranks",
-    "get_rank",
-    "init",
-    "release",
-]
+from shardwise.mindspore import communication
+
+__all__ = communication.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """What ``communication`` has, or its refusal."""
+    return getattr(communication, name)
