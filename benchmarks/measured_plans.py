@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.layouts import llama, num_cores, quiet_environment
-from shardwise.launch.measuring import measured_cluster
-from shardwise.launch.planning import folder_costs, work_of
+from shardwise.front.measuring import measured_cluster
+from shardwise.front.planning import folder_costs, work_of
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Candidate, Job, Planned
 from shardwise.planner.refine import refine
@@ -146,7 +146,7 @@ def measure_rank(rank: int, setting: Setting) -> RankResult:
 
 def make_job(folder: Path, devices: int) -> Job:
     """The job of a model in a folder on processes of this machine, measured where it has not been."""
-    from shardwise.launch.describing import model_of
+    from shardwise.front.describing import model_of
 
     model = model_of(folder, os.environ)
     cluster = measured_cluster(devices, os.environ)

@@ -19,7 +19,7 @@ _PROGRAM = """
 import json, sys, time
 from pathlib import Path
 model, cluster, rows, devices = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-from shardwise.launch.planning import make_job
+from shardwise.front.planning import make_job
 from shardwise.planner.search import search
 begin, cpu = time.perf_counter(), time.process_time()
 tree = {"model": model, "cluster": cluster, "devices": devices}

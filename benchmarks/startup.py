@@ -82,8 +82,9 @@ def spawned_rank(rank: int, num_ranks: int, folder: str) -> None:
 
 def lay_out(tree: dict[str, Any]) -> Path:
     """Write what the workers of a job read; its output folder."""
+    from shardwise.front.resolve import prepare
     from shardwise.launch.lock import release_all
-    from shardwise.launch.resolve import prepare, write_run
+    from shardwise.launch.output import write_run
 
     output = write_run(*prepare(tree))
     release_all()  # another process starts the job

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -67,7 +65,10 @@ def train(
 ) -> None:
     """Train a model, split over processes as the strategy says."""
     options = {"model": model, "data.train": data, "devices": devices, "device": device, "output_dir": output_dir}
-    raise typer.Exit(_train(_tree(settings or [], options)))
+    from shardwise.front.training import train as run_training
+    from shardwise.front.tree import run_tree
+
+    raise typer.Exit(run_training(run_tree(settings or [], options)))
 
 
 @app.command()
@@ -79,11 +80,12 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Prove the plan of a run on a small copy of its model, on a few CPU processes, against one process."""
-    from shardwise.launch.checking import run_check
+    from shardwise.front.checking import run_check
+    from shardwise.front.tree import run_tree
     from shardwise.report.checking import show_check
     from shardwise.report.results import print_json, results_console
 
-    result = run_check(_tree(settings or [], {"model": model, "devices": devices}))
+    result = run_check(run_tree(settings or [], {"model": model, "devices": devices}))
     if result.report is not None:
         if as_json:
             print_json(result.report)
@@ -119,8 +121,8 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="length of an answer at most")] = 64,
 ) -> None:
     """Answer prompts with a model, greedily, by plain transformers in one process."""
-    from shardwise.launch.paths import check_path
     from shardwise.models.generate import generate as answer
+    from shardwise.spec.paths import check_path
 
     check_path("folder", str(folder))
     for prompt, text in zip(prompts, answer(folder, prompts, max_new_tokens), strict=True):
@@ -140,7 +142,7 @@ def export(
     max_shard_size: Annotated[str | None, typer.Option(help="of a weight file, such as 2GB")] = None,
 ) -> None:
     """Write a Hugging Face folder from a checkpoint: the model, or of a LoRA run the adapter or both merged."""
-    from shardwise.launch.exporting import write_export
+    from shardwise.front.exporting import write_export
 
     comparison = write_export(source, out, merge=merge, base=base, verify=verify, max_shard_size=max_shard_size)
     if comparison is not None:
@@ -167,7 +169,7 @@ def estimate_runs(
     predictions = predict(read_rows(runs))
     found = answer(predictions)
     if calibrate is not None:
-        from shardwise.launch.planning import save_profile
+        from shardwise.front.planning import save_profile
         from shardwise.planner.calibrate import calibrate as fit
 
         fitted = fit(predictions)
@@ -199,7 +201,8 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Find the fastest split of a model over devices that need not be here, and say why."""
-    from shardwise.launch.planning import check_outputs, make_job, save_page, save_plan
+    from shardwise.front.planning import check_outputs, make_job, save_page, save_plan
+    from shardwise.front.tree import run_tree
     from shardwise.planner.explain import answer, what_would_change
     from shardwise.planner.search import search
     from shardwise.report.plan_page import plan_page
@@ -207,7 +210,7 @@ def plan_run(  # noqa: PLR0913  a parameter an option
     from shardwise.report.results import print_json, results_console
 
     check_outputs(output, html)
-    tree = _tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
+    tree = run_tree([*(settings or []), *(fix or [])], {"model": model, "cluster": cluster, "devices": devices})
     job = make_job(tree, os.environ, memory)
     found = search(job, top)
     changes = what_would_change(job, found) if explain else []
@@ -233,8 +236,8 @@ def measure_machine(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Time what training is made of on this machine's CPU, and make the profile that plans are made with."""
-    from shardwise.launch.measuring import cluster_of, measured_here, profile_name
-    from shardwise.launch.planning import save_profile
+    from shardwise.front.measuring import cluster_of, measured_here, profile_name
+    from shardwise.front.planning import save_profile
     from shardwise.report.measured import measured_answer, show_measured
     from shardwise.report.results import print_json, results_console
 
@@ -260,10 +263,11 @@ def model_show(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Show what a model is made of, and how it can be split over tensor and pipeline ranks."""
+    from shardwise.front.shown_model import shown_model
     from shardwise.report.models import show_model
     from shardwise.report.results import print_json, results_console
 
-    answer = _described(folder, tp or [], models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
+    answer = shown_model(folder, tp or [], models_dir or os.environ.get("SHARDWISE_MODELS_DIR"))
     if as_json:
         print_json(answer)
     else:
@@ -280,12 +284,13 @@ def data_show(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Show rows as the model sees them, what is learned of them, their lengths, and the steps that follow."""
-    from shardwise.launch.preparing import prepare_data
-    from shardwise.launch.surveying import survey
+    from shardwise.front.preparing import prepare_data
+    from shardwise.front.surveying import survey
+    from shardwise.front.tree import data_tree
     from shardwise.report.data import show_data
     from shardwise.report.results import messages_console, print_json, results_console
 
-    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    run, plan = prepare_data(data_tree(data, settings or [], model))
     answer = survey(run, plan, rows, os.environ, messages_console())
     if as_json:
         print_json(answer)
@@ -302,106 +307,12 @@ def data_prepare(
     processes: Annotated[int | None, typer.Option(min=1, help="that tokenise at once; else one a core")] = None,
 ) -> None:
     """Tokenise rows ahead into the cache, where every later run with these settings finds them."""
-    from shardwise.launch.preparing import prepare_all, prepare_data
+    from shardwise.front.preparing import prepare_all, prepare_data
+    from shardwise.front.tree import data_tree
 
-    run, plan = prepare_data(_data_tree(data, settings or [], model))
+    run, plan = prepare_data(data_tree(data, settings or [], model))
     for folder in prepare_all(run, plan, processes, os.environ, Console(stderr=True)):
         print(folder, flush=True)
-
-
-def _data_tree(data: str, settings: list[str], model: str | None) -> dict[str, Any]:
-    """The tree of a run whose rows are ``data``, unless that is itself a run.yaml."""
-    if data.endswith((".yaml", ".yml")):
-        return _tree([data, *settings], {"model": model})
-    return _tree(settings, {"model": model, "data.train": data})
-
-
-def _described(name: str, degrees: list[int], models_dir: str | None) -> dict[str, Any]:
-    """What ``model show`` answers of a folder, or of a preset, for which nothing is imported."""
-    from shardwise.spec.presets import shown_preset
-
-    preset = shown_preset(name, degrees) if not _is_folder(name, models_dir) else None
-    if preset is not None:
-        return preset
-    from shardwise.check.description import describe
-    from shardwise.launch.hub import locate_model
-    from shardwise.log import say
-    from shardwise.tensor.cache import TableCache, table_folder
-
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a forward that cannot be traced is an answer here
-    found = locate_model(name, models_dir, only_config=True)
-    return describe(found, degrees, TableCache(table_folder(os.environ)), say)
-
-
-def _is_folder(name: str, models_dir: str | None) -> bool:
-    from shardwise.spec.model import find_model
-
-    try:
-        find_model(name, models_dir)
-    except ConfigError:
-        return False
-    return True
-
-
-def _tree(settings: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.config import apply_overrides, full_key, load_yaml, set_key
-    from shardwise.spec.filled import without_contrary, without_stale
-
-    files = [text for text in settings if "=" not in text]
-    overrides = [text for text in settings if "=" in text]
-    if len(files) > 1:
-        raise ConfigError(", ".join(files), "more than one run.yaml", "Give one file; what it lacks as key=value")
-    tree = load_yaml(files[0]) if files else {}
-    given = {key: value for key, value in options.items() if value is not None}
-    keys = [*given, *(full_key(text.partition("=")[0].strip()) for text in overrides)]
-    tree = without_stale(tree, keys)
-    for key, value in given.items():
-        set_key(tree, key, value)
-    return without_contrary(apply_overrides(tree, overrides), keys)
-
-
-def _train(tree: dict[str, Any]) -> int:
-    """Resolve, say what will run, launch, and say what came of it."""
-    from shardwise.launch.agent import launch
-    from shardwise.launch.forkserver import PRELOAD_MORE
-    from shardwise.launch.lock import claim
-    from shardwise.launch.nodes import nodes_of
-    from shardwise.launch.paths import local_path
-    from shardwise.launch.preparing import prepare_ahead
-    from shardwise.launch.resolve import prepare, write_run
-    from shardwise.log import say
-    from shardwise.report.answers import show_answers
-    from shardwise.report.console import show_plan
-    from shardwise.report.results import messages_console
-    from shardwise.train.previous import put_back
-
-    run, plan = prepare(tree)
-    nodes = nodes_of(run.nnodes, run.node_rank, run.rdzv_endpoint)
-    output_dir = local_path(run.output_dir)
-    console = messages_console()
-    env = {PRELOAD_MORE: "peft"} if run.lora else None
-    if nodes.rank:  # machine 0 makes the folder and tells how the run went
-        output_dir.mkdir(parents=True, exist_ok=True)
-        return launch(output_dir, plan.devices, env=env, nodes=nodes)
-    claim(output_dir)  # until this process ends
-    show_plan(run, plan, console)
-    prepare_ahead(run, plan, os.environ, nodes)  # what it refuses, or Ctrl-C meanwhile, leaves nothing in the folder
-    write_run(run, plan)
-    try:
-        code = launch(output_dir, plan.devices, env=env, nodes=nodes)
-    except BaseException:  # Ctrl-C before the launcher takes it, a terminal that has gone
-        put_back(output_dir)
-        raise
-    export = output_dir / "export"
-    if code == 0 and run.save.export:
-        say("exported adapter:" if run.lora else "exported model:")
-        with suppress(OSError):  # nobody reads on: the run is done all the same
-            print(export, flush=True)
-        try:
-            show_answers(run, plan, export, console)
-        except (KeyboardInterrupt, OSError):  # the run itself is done
-            say("the answers are left out")
-    return code
 
 
 # The base of the parser's errors, under whatever name this version of typer keeps it.

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import settings
 
 from shardwise import testing
-from shardwise.launch.machine import available_cores
-from shardwise.launch.measuring import keep
+from shardwise.front.measuring import keep
+from shardwise.machine import available_cores
 from tests import long
 from tests.measure.made_samples import made_samples
 

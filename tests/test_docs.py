@@ -21,7 +21,7 @@ from shardwise import cli
 from shardwise.api import fields
 from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import LoraConfig
@@ -136,14 +136,14 @@ def is_valid_run(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def runs_a_plan(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of another run; tests/launch/test_given_plan.py really trains."""
+    """That of another run; tests/front/test_given_plan.py really trains."""
     saved = resolved(shlex.split(f"{PLAIN_RUN} tp=2 dp_shard=1")[1:], monkeypatch)
     saved.save(workspace / "plan.json")
     assert resolved(shlex.split(command)[1:], monkeypatch) == saved
 
 
 def is_valid_where_there_is_a_compiler(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.launch.compiler.missing_for_compiling", lambda device: "")
+    monkeypatch.setattr("shardwise.front.compiler.missing_for_compiling", lambda device: "")
     is_valid_run(command, workspace, monkeypatch)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.api.messages import unknown
 from shardwise.errors import ConfigError
-from shardwise.launch.hub import locate_model
+from shardwise.front.hub import locate_model
 from shardwise.launch.place import preset_tree
 
 # Arguments of from_pretrained: what they set, or why they are accepted or refused.

@@ -24,7 +24,7 @@ def check_before_start(tree: dict[str, Any]) -> None:
             return
         rule = "runs before a job starts, and another launcher has started this one"
         raise ConfigError("Trainer(check=True)", rule, "Leave it out, and use: shardwise check run.yaml")
-    from shardwise.launch.checking import run_check
+    from shardwise.front.checking import run_check
     from shardwise.report.checking import show_check
     from shardwise.report.results import messages_console
 

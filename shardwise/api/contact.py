@@ -69,7 +69,7 @@ def devices_said(device_num: int | None, in_trainer: int | None = None) -> int |
 
 def processes_without_trainer() -> int:
     """Number of processes before a Trainer is there: what the degrees in the context make, else all local devices."""
-    from shardwise.launch.resolve import choose_device, count_devices
+    from shardwise.launch.devices import choose_device, count_devices
 
     tree = AMBIENT.add_to({})
     product = 1

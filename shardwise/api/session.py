@@ -11,16 +11,17 @@ from rich.console import Console
 
 from shardwise.data.memory import MemoryData
 from shardwise.errors import LaunchError, PlanError, ShardwiseError
-from shardwise.launch.compiler import missing_for_compiling
+from shardwise.front.compiler import missing_for_compiling
+from shardwise.front.resolve import prepare
 from shardwise.launch.culprit import WorkerError
-from shardwise.launch.paths import local_path
-from shardwise.launch.resolve import prepare, write_run
+from shardwise.launch.output import write_run
 from shardwise.launch.script_worker import ScriptWorker, Stopped, script_worker
 from shardwise.launch.worker import tell_failure, worker_error
 from shardwise.log import say
 from shardwise.report.console import show_line, show_plan
 from shardwise.report.results import unbroken
 from shardwise.spec.aliases import translate
+from shardwise.spec.paths import local_path
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig

@@ -20,8 +20,9 @@ from shardwise.api.messages import unknown
 from shardwise.config import apply_overrides
 from shardwise.data.memory import EVAL_ROWS, TRAIN_ROWS
 from shardwise.errors import ConfigError
+from shardwise.front.resolve import prepare
+from shardwise.launch.devices import choose_device
 from shardwise.launch.place import presets
-from shardwise.launch.resolve import choose_device, prepare
 from shardwise.log import say
 from shardwise.spec.aliases import SECTION, put, translate
 from shardwise.spec.rules import parse_run

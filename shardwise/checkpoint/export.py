@@ -60,7 +60,7 @@ def export_model(
             source.copy_to(draft)
         write_files(draft, files, naming, [(shard.layout.name, shard) for shard in shards])
 
-    write_whole(folder, write) if replace else write_into(folder, write)
+    replace_folder(folder, write) if replace else write_into(folder, write)
 
 
 def write_into(folder: Path, write: Callable[[Path], None]) -> None:
@@ -82,7 +82,7 @@ def write_into(folder: Path, write: Callable[[Path], None]) -> None:
     _write_draft(folder / ".export.draft", write, place)
 
 
-def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Let all ranks ``write`` into a draft beside ``folder``, which then takes its place in one move."""
 
     def place(draft: Path) -> None:

@@ -54,11 +54,6 @@ Task = tuple[int, str, Format | None, list[Item]]  # number of the file, its nam
 Progress = Callable[[int, float | None], None]  # (rows so far, share of the bytes or None where unknown)
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def tokenizer_folder(source: Source) -> Path:
     """Where the tokenizer of a run lies."""
     return Path(source.run.tokenizer or source.run.model)

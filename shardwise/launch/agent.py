@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,6 @@ from shardwise.config import load_yaml
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
-from shardwise.launch.machine import available_cores
 from shardwise.launch.machines import Machines
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import DEFAULT_TARGET, Nodes
@@ -33,7 +32,9 @@ from shardwise.launch.stop import StopListener
 from shardwise.launch.streams import log_path
 from shardwise.launch.whereabouts import forget
 from shardwise.log import loggers_to_file, say
-from shardwise.spec.run import SaveConfig
+from shardwise.machine import available_cores
+from shardwise.spec.plan import Plan
+from shardwise.spec.run import RunConfig, SaveConfig
 from shardwise.train.compiler_cache import remove_cache
 from shardwise.train.context import Restart
 from shardwise.train.previous import put_back
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 _DEATHS_SECONDS = 10.0  # how long other machines may take to say who died
 Changes = dict[str, str | int | None]  # fields of status.json
+# From an output folder, the number of devices that are left and that of machines to the run and plan for them.
+Replan = Callable[[Path, int, int], tuple[RunConfig, Plan]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Work:
         restarts: how often they may be started again where no ``run.yaml`` says so: before a script's Trainer works.
         variables: of the workers' environment, beside what all processes of the job have.
         machines: what this launcher knows of those of other machines.
+        replan: how the run in ``folder`` goes on on fewer devices; None where it counts on as many as before.
     """
 
     start: Path
@@ -87,6 +91,7 @@ class Work:
     restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     machines: Machines = field(default_factory=Machines)
+    replan: Replan | None = None
 
     @property
     def folder(self) -> Path:
@@ -120,6 +125,7 @@ def launch(
     target: str = DEFAULT_TARGET,
     env: dict[str, str] | None = None,
     nodes: Nodes | None = None,
+    replan: Replan | None = None,
 ) -> int:
     """Run a job and wait for its end. To be called on the main thread, before torch is imported.
 
@@ -130,12 +136,13 @@ def launch(
             hold ``stopped``: the name of the signal that it stopped for.
         env: variables for the workers, on top of this process's environment.
         nodes: the machines, if there are more than this one.
+        replan: makes the plan for a restart with fewer devices, where some are gone.
 
     Returns:
         The exit status of the contract: 0 done, 2 refused, 3 failed, 130 or 143 stopped; that of ``sys.exit`` if a
         worker called it. The reason of any other than 0 is in ``status.json`` and was shown once on stderr.
     """
-    work = Work(output_dir.resolve(), target, num_processes, nodes or Nodes())
+    work = Work(output_dir.resolve(), target, num_processes, nodes or Nodes(), replan=replan)
     outcome = _launch(work, env or {})
     return _tell(work, outcome)
 

@@ -18,9 +18,9 @@ from typing import NoReturn
 
 from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError
-from shardwise.launch.paths import check_path
 from shardwise.launch.place import PRESETS
 from shardwise.launch.script import Script
+from shardwise.spec.paths import check_path
 
 DEVICE_VARIABLE = "SHARDWISE_DEVICE"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])

@@ -11,23 +11,18 @@ from typing import TYPE_CHECKING
 from shardwise.config import load_yaml
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch.alive import Alive, alive_devices
+from shardwise.launch.devices import count_devices
 from shardwise.launch.machines import Agreement, Word
 from shardwise.launch.nodes import local_processes
-from shardwise.launch.resolve import count_devices, prepare, write_run
-from shardwise.launch.script import Script
+from shardwise.launch.output import write_run
 from shardwise.log import say
-from shardwise.spec.filled import without_stale
-from shardwise.spec.plan import DeviceType, Plan
-from shardwise.spec.rules import parse_run
-from shardwise.spec.run import RunConfig
+from shardwise.spec.plan import DeviceType
 from shardwise.train.context import Restart
-from shardwise.train.identity import after_restart
 from shardwise.train.previous import is_set_aside
 
 if TYPE_CHECKING:
     from shardwise.launch.agent import Outcome, Work
 
-_MOST_TRIES = 64
 Attempt = Callable[["Work", Restart | None], "Outcome"]
 
 
@@ -111,7 +106,7 @@ def planned_for(work: Work, left: int) -> Work:
     Raises:
         ShardwiseError: they are too few.
     """
-    if not left or isinstance(work.target, Script):
+    if not left or work.replan is None:
         rule = "a script is started again on as many as before, on which it may count" if left else "none can go on"
         raise LaunchError(f"{left} of {work.devices} devices are left", rule, "Start it anew, with resume=auto")
     if is_set_aside(work.folder):
@@ -119,28 +114,10 @@ def planned_for(work: Work, left: int) -> Work:
             rule = "the run has made no step, so that it could only begin on as many as before"
             raise LaunchError(f"{left} of {work.devices} devices are left", rule, "Start it anew")
         return work
-    run, plan = _most_devices(work, left)
+    run, plan = work.replan(work.folder, left, work.nodes.count)
     say(f"{left} of {work.devices} devices are left; the run goes on on {plan.devices}")
     write_run(run, plan)
     return replace(work, devices=plan.devices)
-
-
-def _most_devices(work: Work, left: int) -> tuple[RunConfig, Plan]:
-    """The run on as many devices as fit what was given of its strategy, with the batch that it has, and as many on
-    each machine."""
-    tree = load_yaml(work.folder / "run.yaml")
-    rows = tree["train"]["global_batch_size"]
-    after = after_restart(parse_run(tree), work.folder)
-    resume = "auto" if after.resume == "no" else after.resume  # without a checkpoint, both begin anew
-    tree = without_stale(tree, ["devices"]) | {"resume": resume, "overwrite": False}
-    tree["train"] = tree["train"] | {"global_batch_size": rows}
-    refusals = []
-    for devices in range(left, 0, -work.nodes.count)[:_MOST_TRIES]:
-        try:
-            return prepare(tree | {"devices": devices}, own_output=True)
-        except ShardwiseError as error:
-            refusals.append(error)
-    raise refusals[0]
 
 
 def living_devices(work: Work) -> Alive | None:

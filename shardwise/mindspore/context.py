@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.api.ambient import AMBIENT
 from shardwise.api.contact import DEVICE_VARIABLE, device_override
 from shardwise.errors import ConfigError
-from shardwise.launch.resolve import choose_device
+from shardwise.launch.devices import choose_device
 from shardwise.log import say
 from shardwise.mindspore.arguments import Arguments, check_switch, tell
 from shardwise.mindspore.parallel.context import (

@@ -276,3 +276,9 @@ def tracker_names(run: RunConfig) -> tuple[str, ...]:
 def dump_run(run: RunConfig) -> str:
     """The text of a ``run.yaml`` that reads back equal; keys are spelt as the contract spells them."""
     return dump_yaml(run.model_dump(mode="json", by_alias=True))
+
+
+def data_paths(run: RunConfig) -> list[tuple[str, str]]:
+    """``(key, path)`` of every source of rows."""
+    given = {"data.train": run.data.train, "data.eval": run.data.eval}
+    return [(key, source.path) for key, sources in given.items() for source in data_sources(sources)]

@@ -14,7 +14,7 @@ from shardwise.train.callbacks import Callback, RunInfo
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def cache_folder(output_dir: Path) -> Path:
+def compiler_folder(output_dir: Path) -> Path:
     """The folder of compiled code of the run that writes to ``output_dir``, on this machine."""
     run = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"shardwise-compiled-{os.getuid()}-{run}"
@@ -22,7 +22,7 @@ def cache_folder(output_dir: Path) -> Path:
 
 def remove_cache(output_dir: Path) -> None:
     """Remove that folder, if there is one."""
-    shutil.rmtree(cache_folder(output_dir), ignore_errors=True)
+    shutil.rmtree(compiler_folder(output_dir), ignore_errors=True)
 
 
 class CompilerCache(Callback):
@@ -53,7 +53,7 @@ class CompilerCache(Callback):
         self._output_dir = info.output_dir
         self._remove()
         dist.barrier()
-        self._environment[_VARIABLE] = str(cache_folder(info.output_dir))
+        self._environment[_VARIABLE] = str(compiler_folder(info.output_dir))
 
     def on_train_end(self, reason: str | None) -> None:
         """Everything is loaded by now."""

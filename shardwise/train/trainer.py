@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.checkpoint.adapter import write_adapter
-from shardwise.checkpoint.export import export_model, write_into, write_whole
+from shardwise.checkpoint.export import export_model, replace_folder, write_into
 from shardwise.checkpoint.listing import CHECKPOINTS
 from shardwise.checkpoint.shelf import link, supersede
 from shardwise.data.batch import Batch
@@ -326,7 +326,7 @@ class Trainer:
         """Write ``export`` or another folder: a Hugging Face folder, or with adapters one in PEFT's format."""
         loaded, target = self.parts.loaded, folder or self.folder / "export"
         if loaded.adapters is not None:
-            (write_whole if folder is None else write_into)(target, self._write_adapter)
+            (replace_folder if folder is None else write_into)(target, self._write_adapter)
             return
         source = companions(self.parts.run)
         export_model(source, target, loaded.naming, loaded.model.shards, replace=folder is None)

@@ -14,7 +14,7 @@ from shardwise.checkpoint.listing import CHECKPOINTS, is_unlisted, saved_state, 
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
-from shardwise.data.prepared import num_cores
+from shardwise.machine import available_cores
 from shardwise.models.packing import check_packing
 from shardwise.parallel.agreement import from_rank_0
 from shardwise.parallel.compiled import has_dropout_layers
@@ -130,7 +130,7 @@ def build_parts(
     if run.data.packing:
         from_rank_0(lambda: check_packing(blueprint.model, _capacity(run, plan)))
     assert run.data.train is not None
-    reader = DataReader(run, plan, memory, data_folder(os.environ), num_cores(), say)
+    reader = DataReader(run, plan, memory, data_folder(os.environ), available_cores(), say)
     rows, apart = reader.train_rows()
     identity = _checked_identity(run, plan, context, rows.fingerprint)
     loader = make_loader(rows, run, plan, mesh)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.api.trainer import to_be_planned
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from tests.spec.model_folder import make_folder
 
 BASE: dict[str, Any] = {"device": "cpu", "devices": 4, "train": {"gradient_accumulation_steps": 3, "max_steps": 1}}

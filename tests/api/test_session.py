@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 
 from shardwise.api.session import _agree
-from shardwise.launch import resolve
+from shardwise.front import resolve
+from shardwise.front.resolve import prepare
 from shardwise.launch.lock import release_all
-from shardwise.launch.resolve import prepare, write_run
+from shardwise.launch.output import write_run
 from shardwise.launch.script import point_to
 from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.run import RunConfig

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise import cli
-from shardwise.launch.checking import CheckResult
-from shardwise.launch.resolve import prepare
+from shardwise.front.checking import CheckResult
+from shardwise.front.resolve import prepare
 from shardwise.spec.plan import Plan
 
 
@@ -23,7 +23,7 @@ def checks_a_plan(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
         plans.append(prepare(tree, command="check")[1])
         return CheckResult(0, None)
 
-    monkeypatch.setattr("shardwise.launch.checking.run_check", stop_after_prepare)
+    monkeypatch.setattr("shardwise.front.checking.run_check", stop_after_prepare)
     words = shlex.split(command)[1:]
     result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output

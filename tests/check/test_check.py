@@ -41,7 +41,7 @@ def make_config(folder: Path, family: str, **changes: Any) -> Path:
 
 def run(folder: Path, tmp: Path, *words: str, fault: str | None = None) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``check``; temporary files of it lie in ``tmp``."""
-    change = f"from shardwise.launch import checking; checking.TARGET = 'tests.check.faults:{fault}'; " if fault else ""
+    change = f"from shardwise.front import checking; checking.TARGET = 'tests.check.faults:{fault}'; " if fault else ""
     code = f"{change}from shardwise import cli; cli.main()"
     words = ("check", f"model={folder}", "model_init=random", "device=cpu", *words)
     tmp.mkdir(exist_ok=True)
@@ -196,7 +196,7 @@ def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
 
 SCRIPT = """
 import shardwise
-from shardwise.launch import checking
+from shardwise.front import checking
 if {fault!r}:
     checking.TARGET = "tests.check.faults:{fault}"
 trainer = shardwise.Trainer(

@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from shardwise import cli
+from shardwise.front import training
 from tests.cli.wrong_configurations import WRONG, Wrong, good, make_root
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +137,7 @@ def test_the_status_of_a_command_is_passed_on(
     def command(tree: object) -> int:
         raise raised
 
-    monkeypatch.setattr(cli, "_train", command)
+    monkeypatch.setattr(training, "train", command)
     monkeypatch.setattr(sys, "argv", ["shardwise", "train"])
     with pytest.raises(SystemExit) as leaving:
         cli.main()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import _tree
 from shardwise.errors import ConfigError
+from shardwise.front.tree import run_tree
 from shardwise.spec.rules import parse_run
 
 
@@ -26,7 +26,7 @@ def test_what_is_given_wins_over_the_contrary_in_a_file(
     tmp_path: Path, file: str, given: list[str], resume: str, overwrite: bool
 ) -> None:
     (tmp_path / "run.yaml").write_text(f"model: m\n{file}\n")
-    run = parse_run(_tree([str(tmp_path / "run.yaml"), *given], {}))
+    run = parse_run(run_tree([str(tmp_path / "run.yaml"), *given], {}))
     assert (run.resume, run.overwrite) == (resume, overwrite)
 
 
@@ -34,4 +34,4 @@ def test_what_is_given_wins_over_the_contrary_in_a_file(
 def test_both_in_one_place_are_refused(tmp_path: Path, given: list[str]) -> None:
     (tmp_path / "run.yaml").write_text("model: m\n" + ("" if given else "overwrite: true\nresume: auto\n"))
     with pytest.raises(ConfigError, match="Use overwrite=false to go on, or resume=no"):
-        parse_run(_tree([str(tmp_path / "run.yaml"), *given], {}))
+        parse_run(run_tree([str(tmp_path / "run.yaml"), *given], {}))

@@ -13,14 +13,14 @@ import pytest
 
 from shardwise.config import apply_overrides
 from shardwise.errors import ShardwiseError
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from tests.cli.wrong_configurations import WRONG, Wrong, good, make_root
 
 _PROBE = """
 import json, sys
 from shardwise.config import apply_overrides
 from shardwise.errors import ShardwiseError
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 messages = []
 for arguments in json.loads(sys.stdin.read()):
     try:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
 from shardwise.errors import ConfigError
-from shardwise.launch import preparing
+from shardwise.front import training
+from shardwise.front.resolve import prepare
+from shardwise.front.tree import run_tree
 from shardwise.launch.lock import release_all
-from shardwise.launch.resolve import prepare
 from shardwise.spec.aliases import translate
 from tests.spec.model_folder import make_folder
 
@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _PREPARE = """
 import sys
 from shardwise import cli
-cli._train = lambda tree: print(__import__("shardwise.launch.resolve").launch.resolve.prepare(tree)[1].devices) or 0
+from shardwise.front import resolve, training
+training.train = lambda tree: print(resolve.prepare(tree)[1].devices) or 0
 cli.main()
 """
 
@@ -32,7 +33,7 @@ def test_an_option_for_a_key_of_a_section_that_is_none_is_refused(tmp_path: Path
     path = tmp_path / "run.yaml"
     path.write_text("model: m\ndata: d8.jsonl\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data = 'd8\.jsonl': is not a section, so data\.train cannot be set"):
-        cli._tree([str(path)], {"data.train": "other.jsonl"})
+        run_tree([str(path)], {"data.train": "other.jsonl"})
     with pytest.raises(ConfigError, match="strategy = 'auto': is a section of keys"):
         translate({"strategy": "auto", "parallel_config": {"data_parallel": 2}})
 
@@ -65,7 +66,7 @@ def test_72_a_script_finds_its_data_under_the_locale_c(tmp_path: Path) -> None:
     data = tmp_path / "数据.jsonl"
     data.write_text("{}\n", encoding="utf-8")
     code = (
-        "import sys\nfrom shardwise.launch.resolve import check_data\nfrom shardwise.spec.rules import parse_run\n"
+        "import sys\nfrom shardwise.front.resolve import check_data\nfrom shardwise.spec.rules import parse_run\n"
         "name = bytes.fromhex(sys.argv[1]).decode('utf-8')\n"
         "assert sys.getfilesystemencoding() == 'ascii', sys.getfilesystemencoding()\n"
         f"check_data(parse_run({{'model': {str(model)!r}, 'data': {{'train': name}}}}))"
@@ -115,9 +116,9 @@ def test_what_ends_a_start_while_rows_are_tokenised_leaves_the_folder_free(
         assert (output / ".lock").exists()  # nobody else may take the folder meanwhile
         raise ending
 
-    monkeypatch.setattr(preparing, "prepare_ahead", end)
+    monkeypatch.setattr(training, "prepare_ahead", end)
     with pytest.raises(type(ending)):
-        cli._train(tree)
+        training.train(tree)
     release_all()
     assert not list(output.iterdir())
     prepare(tree)  # the corrected run is not refused
@@ -127,4 +128,4 @@ def test_the_configuration_of_the_first_test_is_else_good(tmp_path: Path) -> Non
     (tmp_path / "d8.jsonl").write_text("{}\n", encoding="utf-8")
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {make_folder(tmp_path / 'm')}\ndevice: cpu\n", encoding="utf-8")
-    assert prepare(cli._tree([str(path)], {"data.train": str(tmp_path / "d8.jsonl")}))[1].devices == 1
+    assert prepare(run_tree([str(path)], {"data.train": str(tmp_path / "d8.jsonl")}))[1].devices == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import load_yaml
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.spec.rules import parse_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError
-from shardwise.train.compiler_cache import cache_folder
+from shardwise.train.compiler_cache import compiler_folder
 from shardwise.train.context import WorkerContext
 from shardwise.train.status import update_status
 
@@ -58,8 +58,8 @@ def rank_1_raises(context: WorkerContext) -> None:
 
 def rank_1_raises_with_compiled_code(context: WorkerContext) -> None:
     if context.rank == 0:
-        cache_folder(context.output_dir).mkdir()
-        (cache_folder(context.output_dir) / "block.so").touch()
+        compiler_folder(context.output_dir).mkdir()
+        (compiler_folder(context.output_dir) / "block.so").touch()
     rank_1_raises(context)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.compiler_cache import cache_folder
+from shardwise.train.compiler_cache import compiler_folder
 from tests.launch.jobs import LIMIT_SECONDS, launched, seconds_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -53,7 +53,7 @@ def test_a_run_that_fails_leaves_no_compiled_code(tmp_path: Path) -> None:
     with launched(tmp_path, "rank_1_raises_with_compiled_code") as job:
         assert job.wait() == 3
     assert "rank 1 failed: ValueError" in job.stderr
-    assert not cache_folder(tmp_path).exists()
+    assert not compiler_folder(tmp_path).exists()
 
 
 def test_a_refusal_of_all_ranks_is_one_message(tmp_path: Path) -> None:

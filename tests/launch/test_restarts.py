@@ -12,13 +12,16 @@ from torch.distributed import HashStore
 
 from shardwise.config import apply_overrides, dump_yaml, load_yaml
 from shardwise.errors import LaunchError
-from shardwise.launch import resolve, restarts
+from shardwise.front import resolve
+from shardwise.front.fewer import on_fewer_devices
+from shardwise.front.resolve import prepare
+from shardwise.launch import restarts
 from shardwise.launch.agent import Outcome, Work
 from shardwise.launch.alive import Alive
 from shardwise.launch.lock import release_all
 from shardwise.launch.machines import Machines
+from shardwise.launch.output import write_run
 from shardwise.launch.place import Nodes
-from shardwise.launch.resolve import prepare, write_run
 from shardwise.launch.script import Script, outputs_of, point_to
 from shardwise.spec.plan import Plan
 from shardwise.train.context import Restart
@@ -39,7 +42,7 @@ def work(tmp_path: Path) -> Iterator[Work]:
     run, plan = prepare(apply_overrides({}, [*paths, *given]))
     output = write_run(run, plan)
     (output / "logs").mkdir()
-    yield Work(output, "a:b", plan.devices)
+    yield Work(output, "a:b", plan.devices, replan=on_fewer_devices)
     release_all()
 
 
@@ -176,7 +179,7 @@ def test_a_script_goes_on_with_all_its_devices_or_not_at_all(
 ) -> None:
     monkeypatch.setattr(restarts, "living_devices", lambda work: Alive("cuda", left))
     point_to(work.start, work.start)
-    outcome, seen = _attempts([FAILED, DONE], replace(work, target=Script("train.py")))
+    outcome, seen = _attempts([FAILED, DONE], replace(work, target=Script("train.py"), replan=None))
     assert len(seen) == 1
     assert f"no restart: {len(left)} of 4 devices are left: " in str(outcome.message)
     assert rule in str(outcome.message)

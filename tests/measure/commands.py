@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise import cli
-from shardwise.launch.planning import find_cluster
+from shardwise.front.planning import find_cluster
 from shardwise.measure.samples import Samples
 from tests.measure.made_samples import made_samples
 
@@ -21,7 +21,7 @@ def measures(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append((processes, level))
         return made_samples(processes)
 
-    monkeypatch.setattr("shardwise.launch.measuring.measure", made)
+    monkeypatch.setattr("shardwise.front.measuring.measure", made)
     result = CliRunner().invoke(cli.app, shlex.split(command)[1:], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "products fp32" in result.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.planning import find_cluster
+from shardwise.front.planning import find_cluster
 from shardwise.measure.fit import by_size, fit_collectives, fit_products
 from shardwise.measure.profile import fits_of, profile_of
 from shardwise.measure.samples import CollectiveSample, Samples

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import ConfigError
-from shardwise.launch import measuring
-from shardwise.launch.measuring import cluster_of, keep, known, measured_here
-from shardwise.launch.planning import find_cluster, save_profile
+from shardwise.front import measuring
+from shardwise.front.measuring import cluster_of, keep, known, measured_here
+from shardwise.front.planning import find_cluster, save_profile
 from shardwise.measure.samples import Samples
 from tests.measure.made_samples import made_samples
 from tests.train.runs import make_inputs

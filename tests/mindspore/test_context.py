@@ -169,7 +169,7 @@ def test_what_set_context_refuses(arguments: dict[str, Any], words: list[str]) -
 
 def test_an_absent_device_names_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDWISE_DEVICE")
-    monkeypatch.setattr("shardwise.launch.resolve._has_npu", lambda: False)
+    monkeypatch.setattr("shardwise.launch.devices._has_npu", lambda: False)
     with pytest.raises(ConfigError) as error:
         ms.set_context(device_target="Ascend")
     for word in ("device_target = 'Ascend'", "none", "--device cpu", "SHARDWISE_DEVICE=cpu"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.compiler import missing_for_compiling
+from shardwise.front.compiler import missing_for_compiling
 from shardwise.parallel.compiled import CompileClock
 from shardwise.spec import tolerance
 from shardwise.testing import run_distributed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.check.costing import model_costs
-from shardwise.launch.planning import runnable_plan, work_of
+from shardwise.front.planning import runnable_plan, work_of
 from shardwise.models.build import build_on_meta
 from shardwise.models.describe import describe_folder
 from shardwise.parallel.tensor import proven_table

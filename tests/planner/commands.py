@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise import cli
-from shardwise.launch.planning import find_cluster
+from shardwise.front.planning import find_cluster
 from shardwise.spec.plan import Plan
 from tests.planner.test_runs import ROW
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.launch.planning import trained
+from shardwise.front.planning import trained
 from shardwise.planner.adapters import Lora, adapted, adapter_parameters
 from shardwise.planner.compute import amount_bytes, rank_parameters
 from shardwise.planner.cost import estimate

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import ConfigError
-from shardwise.launch.planning import find_cluster
+from shardwise.front.planning import find_cluster
 from shardwise.planner.accuracy import predict
 from shardwise.planner.calibrate import calibrate
 from shardwise.planner.cost import estimate

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from benchmarks.measured_plans import legal_plans
+from shardwise.front.planning import work_of
 from shardwise.launch import heap
-from shardwise.launch.planning import work_of
 from shardwise.measure.profile import profile_of
 from shardwise.planner import host
 from shardwise.planner.adapters import Lora, adapted

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.measured_plans import COLUMNS, LENGTH, MEMORY_OVER, MEMORY_UNDER, MODELS, ROWS, TIME_LIMIT, table_line
-from shardwise.launch.planning import work_of
+from shardwise.front.planning import work_of
 from shardwise.planner.cost import estimate
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Candidate, Job

@@ -11,7 +11,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.launch.planning import runnable_plan
+from shardwise.front.planning import runnable_plan
 from shardwise.planner.adapters import Lora, adapted
 from shardwise.planner.explain import answer, describe, why
 from shardwise.planner.job import Job

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import apply_overrides
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.spec.run import dump_run
 from shardwise.testing import run_distributed
 from shardwise.train.callbacks import Callback

@@ -19,7 +19,7 @@ from shardwise.data.memory import MemoryData
 from shardwise.data.prepared import prepare as prepare_rows
 from shardwise.data.rows import Rows, Source
 from shardwise.errors import ConfigError
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.testing import run_distributed
 from shardwise.train import data
 from tests.data.helpers import make_tokenizer

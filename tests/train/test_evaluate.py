@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import apply_overrides, load_yaml
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import parse_run
 from shardwise.spec.run import dump_run

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.launch.exporting import write_export
+from shardwise.front.exporting import write_export
 from shardwise.testing import run_distributed
 from shardwise.train import exporting
 from shardwise.train.exporting import export_checkpoint, find_checkpoint

@@ -15,10 +15,10 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwise.launch.compiler import missing_for_compiling
+from shardwise.front.compiler import missing_for_compiling
 from shardwise.spec.run import TrainConfig
 from shardwise.spec.tolerance import BF16_LOSS, EXPORT_LOGITS, FP32_LOSS
-from shardwise.train.compiler_cache import cache_folder
+from shardwise.train.compiler_cache import compiler_folder
 from tests.fixtures import make_model, make_rows
 from tests.launch.jobs import Job, command
 from tests.parallel.harness import SGD, Case, reference, strategy
@@ -223,7 +223,7 @@ def test_compilation_is_reported_apart_from_the_steps(inputs: Path, tmp_path: Pa
     assert lines[0]["tokens_per_second"] == pytest.approx(lines[0]["num_input_tokens"] / running)
     assert all("compile_seconds" not in line for line in lines[1:])
     assert "went into compiling blocks" in job.stderr
-    assert not cache_folder(job.output_dir).exists()
+    assert not compiler_folder(job.output_dir).exists()
     assert "compiled blocks" in job.stderr
     case = Case(inputs / "model", strategy(), tuple(make_rows()), 4, 3)
     assert [line["loss"] for line in lines] == pytest.approx(reference(case).losses, rel=FP32_LOSS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.config import apply_overrides
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.spec import compiling
 from shardwise.spec.plan import Plan
 from shardwise.spec.strategy import Strategy

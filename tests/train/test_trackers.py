@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.config import apply_overrides, load_yaml
 from shardwise.errors import ConfigError
-from shardwise.launch import resolve
-from shardwise.launch.resolve import prepare
+from shardwise.front import resolve
+from shardwise.front.resolve import prepare
 from shardwise.spec.run import RunConfig
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.trackers import make_trackers, numbers

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shardwise import cli
 from shardwise.errors import ConfigError
-from shardwise.launch import surveying
+from shardwise.front import surveying
 from tests.data.helpers import make_tokenizer, write
 from tests.spec.model_folder import make_folder
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from shardwise.launch.planning import make_job
-from shardwise.launch.row_length import row_length
+from shardwise.front.planning import make_job
+from shardwise.front.row_length import row_length
 from shardwise.planner.explain import answer
 from shardwise.planner.search import search
 from shardwise.planner.shape import Shape, model_costs
@@ -81,7 +81,7 @@ def test_plans_of_devices_that_are_not_here_look_at_the_rows_too(tmp_path: Path)
         ({}, 64, "the positions of the model, since no data are given"),
         ({"max_length": 65}, 64, "the positions of the model, fewer than data.max_length, since no data are given"),
     ):
-        with mock.patch("shardwise.launch.planning.costs_of", return_value=costs):
+        with mock.patch("shardwise.front.planning.costs_of", return_value=costs):
             job = make_job(tree | {"data": data, "train": {"global_batch_size": 8}}, environ)
         assert (job.work.sequence, job.sequence_from) == (wanted, source)
         told = answer(job, search(job, 1))

@@ -8,42 +8,35 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.launch.alive import VISIBLE, has_gpus, npu_numbers, num_gpus
-from shardwise.launch.compiler import check_compiler
-from shardwise.launch.describing import model_of
-from shardwise.launch.hub import locate_model, locate_rows
-from shardwise.launch.lock import claim
+from shardwise.front.compiler import check_compiler
+from shardwise.front.describing import model_of
+from shardwise.front.hub import locate_model, locate_rows
+from shardwise.launch.devices import OVERRIDE, devices_here
 from shardwise.launch.nodes import local_processes, nodes_of
-from shardwise.launch.paths import check_path, is_path, local_path
-from shardwise.launch.place import Nodes
+from shardwise.launch.output import check_output
 from shardwise.log import say
 from shardwise.spec.aliases import translate
 from shardwise.spec.data_files import data_folder, named_files
 from shardwise.spec.filled import filled_keys
 from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
+from shardwise.spec.paths import check_path, local_path
 from shardwise.spec.plan import DeviceType, Plan
 from shardwise.spec.rules import get, parse_run
-from shardwise.spec.run import LoraConfig, RunConfig, Sources, data_sources, dump_run, tracker_names
+from shardwise.spec.run import LoraConfig, RunConfig, Sources, data_paths, data_sources, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text
 from shardwise.train.identity import check_resume
-from shardwise.train.previous import HEADER, RESULTS, checkpoints_now, put_back, set_aside
+from shardwise.train.previous import checkpoints_now
 
-# What a run leaves that was refused before its first step: nothing that another run would have to spare.
-_TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
-_FIRST_TRACES = frozenset([".lock", "logs"])  # another machine of the same job may have been faster
 _MAX_LOCAL = 4096  # processes of one machine
 _DEFAULT_EPOCHS = 3
-_INPUT_KEYS = ("tokenizer", "chat_template")
 _PATH_KEYS = ("model", "tokenizer", "models_dir", "resume", "output_dir", "strategy.plan")
-_DATA_KEYS = ("data.train", "data.eval")
-_OVERRIDE = "device=cpu or SHARDWISE_DEVICE=cpu runs on the CPU"
 
 
 def prepare(
@@ -76,7 +69,7 @@ def prepare(
     model = model_of(folder, os.environ)
     if run.model_init == "pretrained" and (model.has_weights or not is_check):
         check_weights(folder, model)
-    device, local = _devices(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)
+    device, local = devices_here(os.environ.get("SHARDWISE_DEVICE") or run.device, may_be_absent=is_check)
     run = locate_tokenizer(run)
     if command == "train":
         run = locate_data(run, in_memory)
@@ -96,7 +89,7 @@ def prepare(
         raise ConfigError(f"devices = {strategy.world_size}", rule, "Use smaller degrees, or more machines (nnodes)")
     if per_machine > local and device != "cpu" and not is_check:
         rule = f"this machine has {local} {device} device{'s' if local > 1 else ''}"
-        raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {_OVERRIDE}")
+        raise ConfigError(f"devices = {strategy.world_size}", rule, f"Use devices={local * nodes.count}; {OVERRIDE}")
     filled, plan = (
         _filled(run, folder, device, strategy, rows),
         Plan(model, strategy, rows, device, table, predicted=predicted),
@@ -109,7 +102,7 @@ def prepare(
 
 
 def _check_paths(run: RunConfig) -> None:
-    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *_data_paths(run)]:
+    for key, name in [*((key, get(run, key)) for key in _PATH_KEYS), *data_paths(run)]:
         check_path(key, name)
 
 
@@ -122,7 +115,7 @@ def _planned(
     """
     if run.cluster is None and not planned_by_itself(run, device):
         return run, None
-    from shardwise.launch.automatic import with_planned
+    from shardwise.front.automatic import with_planned
 
     planned = with_planned(run, model, folder, device, local_devices)
     return planned.run, planned.predicted
@@ -158,82 +151,6 @@ def locate_tokenizer(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"tokenizer": str(folder)})
 
 
-def choose_device(wanted: str) -> DeviceType:
-    """The device type to run on, by what the system shows; ``auto`` takes cuda, then npu, then cpu.
-
-    Raises:
-        ConfigError: an unknown name, or a device that this machine does not have.
-    """
-    present: dict[str, Callable[[], bool]] = {"cuda": has_gpus, "npu": _has_npu, "cpu": lambda: True}
-    if wanted == "auto":
-        usable = (
-            name for name, is_present in present.items() if is_present() and count_devices(cast(DeviceType, name))
-        )
-        return cast(DeviceType, next(usable))
-    if wanted not in present:
-        raise ConfigError(f"device = {wanted!r}", "must be auto, cpu, cuda or npu", _OVERRIDE)
-    if not present[wanted]():
-        looked = {"cuda": "no NVIDIA driver and no nvidia-smi", "npu": "no /dev/davinci*"}[wanted]
-        raise ConfigError(f"device = {wanted!r}", f"this machine has none ({looked})", _OVERRIDE)
-    if count_devices(cast(DeviceType, wanted)) == 0:
-        variable = VISIBLE[wanted]
-        raise ConfigError(f"device = {wanted!r}", f"none is visible ({variable}={os.environ.get(variable)})", _OVERRIDE)
-    return cast(DeviceType, wanted)
-
-
-def _devices(wanted: str, may_be_absent: bool) -> tuple[DeviceType, int]:
-    """The device type to run on and how many of them are here; one that may be absent counts as 1 where it is."""
-    try:
-        device = choose_device(wanted)
-    except ConfigError:
-        if not may_be_absent or wanted not in get_args(DeviceType):
-            raise
-        return cast(DeviceType, wanted), 1
-    return device, count_devices(device)
-
-
-def count_devices(device: DeviceType) -> int:
-    """Devices of this type that a job may use here, as the vendor's visibility variable limits them; CPU: 1.
-
-    Raises:
-        ConfigError: neither NVIDIA's driver nor its tool tells.
-    """
-    if device == "cpu":
-        return 1
-    visible = os.environ.get(VISIBLE[device])
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    count = len(npu_numbers()) if device == "npu" else num_gpus()
-    if count is None:
-        raise ConfigError("device = 'cuda'", "nvidia-smi does not answer, or fails", _OVERRIDE)
-    return count
-
-
-def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False, begin: Callable[[], None] = lambda: None) -> Path:
-    """Claim the output folder and write what the workers read, ``run.yaml`` and ``plan.json``; its path.
-
-    What they replace is set aside until the run has made a step, unless it is the run's own, which ``goes_on``.
-    ``begin`` is called between the two: nothing of another run lies there any more, and nothing of this one yet.
-
-    Raises:
-        ConfigError: another run is at work in the folder, or it cannot be written to.
-    """
-    output_dir = local_path(run.output_dir)
-    claim(output_dir)
-    if not goes_on:
-        put_back(output_dir)  # of an attempt that was killed
-        set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
-    begin()
-    try:
-        (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
-        plan.save(output_dir / "plan.json")
-    except OSError as error:
-        put_back(output_dir)
-        rule = f"cannot be written to ({error.strerror})"
-        raise ConfigError(f"output_dir = {run.output_dir!r}", rule, "Make room, or name another folder") from None
-    return output_dir
-
-
 def locate_data(run: RunConfig, in_memory: Collection[str] = ()) -> RunConfig:
     """The run with the paths of its rows, also of those that it names as a data set of a hub.
 
@@ -263,16 +180,11 @@ def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
     """
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
-    for key, name in _data_paths(run):
+    for key, name in data_paths(run):
         if name in in_memory or local_path(name).exists() or named_files(local_path(name)):
             continue
         rule = f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")
-
-
-def _data_paths(run: RunConfig) -> list[tuple[str, str]]:
-    """``(key, path)`` of every source of rows."""
-    return [(key, source.path) for key in _DATA_KEYS for source in data_sources(get(run, key))]
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -285,74 +197,6 @@ def check_trackers(run: RunConfig) -> None:
         if importlib.util.find_spec(name) is None:
             value = f"log.report_to = {name!r}"
             raise ConfigError(value, f"the package {name} is not installed", f"Install it: pip install {name}")
-
-
-def check_output(run: RunConfig, model_folder: Path, nodes: Nodes | None = None) -> None:
-    """Refuse an output folder whose content would be mixed with this run's, or lost; on machine 0, which makes it.
-
-    Raises:
-        ConfigError: a file in its place, no right to write, results of another run, a checkpoint to
-            resume from that is not there, or ``overwrite`` of a folder with the run's own inputs.
-    """
-    output = local_path(run.output_dir)
-    value = f"output_dir = {run.output_dir!r}"
-    from_folder = run.resume not in ("no", "auto")
-    if from_folder and not local_path(run.resume).is_dir():
-        raise ConfigError(f"resume = {run.resume!r}", "no such checkpoint folder", "Use resume=auto, no or a folder")
-    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise ConfigError(value, f"{existing} is a file", "Name another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(value, f"no right to write in {existing}", "Name another folder")
-    if nodes and nodes.rank:
-        return
-    if run.overwrite:
-        _check_is_ours(output)
-        _check_no_input_inside(run, output, model_folder)
-        return
-    elsewhere = from_folder and not local_path(run.resume).resolve().is_relative_to(output.resolve())
-    if (run.resume == "no" or elsewhere) and _holds_results(output):
-        other = f", and resume = {run.resume!r} is of another run" if elsewhere else ""
-        remedy = "Use resume=auto to go on, overwrite=true to start anew, or another folder"
-        raise ConfigError(value, f"is not empty{other}", "Name another folder" if elsewhere else remedy)
-
-
-def _check_is_ours(output: Path) -> None:
-    """``overwrite`` in a folder that no run has written, such as a project's own, would delete foreign files.
-
-    A ``logs`` alone stays: it may also be that of another machine of this job.
-    """
-    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    lost = ", ".join(sorted(names & set(RESULTS) - _FIRST_TRACES))
-    if lost and not _is_ours(output):
-        rule = f"overwrite would delete {lost} in it, and no run has left its status.json or plan.json there"
-        raise ConfigError(f"output_dir = {str(output)!r}", rule, "Name another folder, or remove them by hand")
-
-
-def _is_ours(output: Path) -> bool:
-    return any((output / name).exists() for name in ("status.json", "plan.json"))
-
-
-def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> None:
-    inputs = [("model", str(model_folder)), *((key, get(run, key)) for key in _INPUT_KEYS), *_data_paths(run)]
-    for key, name in inputs:
-        if name is None or not is_path(name):  # a chat template may be its own text
-            continue
-        path, value = local_path(name).resolve(), f"output_dir = {run.output_dir!r}"
-        for result in RESULTS:
-            if path.is_relative_to((output / result).resolve()):
-                rule = f"overwrite would delete {key} = {name!r}, which lies in its {result}"
-                raise ConfigError(value, rule, "Name another output folder")
-
-
-def _holds_results(output: Path) -> bool:
-    """A folder in which a run was refused before it began counts as empty; one that has no status is not ours."""
-    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    return not names <= (_TRACES if "status.json" in names else _FIRST_TRACES)
-
-
-def _has_npu() -> bool:
-    return bool(npu_numbers())
 
 
 def _filled(run: RunConfig, folder: Path, device: DeviceType, strategy: Strategy, rows: int) -> RunConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.machine import cpu_name, free_memory_bytes
+from shardwise.machine import cpu_name, free_memory_bytes
 
 MIB = 2**20
 

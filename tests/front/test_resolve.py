@@ -10,10 +10,11 @@ import pytest
 
 from shardwise.config import apply_overrides, load_yaml, set_key
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.front.resolve import prepare
 from shardwise.launch import alive
-from shardwise.launch import resolve as module
+from shardwise.launch.devices import choose_device, count_devices
 from shardwise.launch.lock import release_all
-from shardwise.launch.resolve import choose_device, count_devices, prepare
+from shardwise.launch.output import write_run
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
 from tests.checkpoint.fakes import fake_checkpoint
@@ -214,7 +215,7 @@ def test_overwrite_wants_to_see_that_the_folder_is_ours(tmp_path: Path) -> None:
     (project / "export").rmdir()
     run, plan = _prepare(tmp_path, "overwrite=true")  # nothing in it that would go
     try:
-        module.write_run(run, plan)
+        write_run(run, plan)
     finally:
         release_all()
     assert {path.name for path in project.iterdir()} == {"logs", "run.yaml", "plan.json"}
@@ -320,7 +321,7 @@ def test_a_folder_that_takes_no_file_is_refused_and_left_as_it_was(
     monkeypatch.setattr(Plan, "save", full)
     try:
         with pytest.raises(ConfigError, match=r"cannot be written to \(No space left on device\)"):
-            module.write_run(run, plan)
+            write_run(run, plan)
     finally:
         release_all()
     assert [(path.name, path.read_text()) for path in output.iterdir()] == [("plan.json", "old")]

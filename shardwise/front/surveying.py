@@ -15,10 +15,11 @@ from shardwise.data.child import SMALL_BYTES, prepare_shown
 from shardwise.data.format import IGNORED
 from shardwise.data.mixing import Epoch, combine
 from shardwise.data.order import steps_per_epoch
-from shardwise.data.prepared import find_prepared, num_cores, open_prepared, size_of, tokenizer_folder
+from shardwise.data.prepared import find_prepared, open_prepared, size_of, tokenizer_folder
 from shardwise.data.rows import Row, Rows, Source, survey_rows
-from shardwise.launch.preparing import run_sources
+from shardwise.front.preparing import run_sources
 from shardwise.log import say
+from shardwise.machine import available_cores
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.spec.data_files import data_folder
 from shardwise.spec.plan import Plan, batch_equation
@@ -82,7 +83,7 @@ def _read(source: Source, environ: Mapping[str, str], console: Console) -> tuple
     folder = find_prepared(source, cache)
     if folder is None and cache is not None and size_of(source) > SMALL_BYTES:
         try:
-            folder = prepare_shown(source, cache, num_cores(), console)
+            folder = prepare_shown(source, cache, available_cores(), console)
         except OSError as error:
             say(f"{source.name}: tokens are not kept, since {cache} cannot be written to ({error.strerror})")
     if folder is not None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.config import apply_overrides
 from shardwise.errors import PlanError
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
 from shardwise.models.build import build_on_meta
 from shardwise.parallel.tensor import proven_given, proven_table
 from shardwise.spec.plan import Plan

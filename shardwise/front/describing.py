@@ -21,7 +21,7 @@ from shardwise.spec.block import ModelCosts
 from shardwise.spec.described import FIRST_MANNER, SIZES, DescriptionCache, Manner, description_folder
 from shardwise.spec.model import ModelSpec, has_weights, hash_of, read_config, read_model
 
-CHILD = "shardwise.launch.describe"
+CHILD = "shardwise.front.describe"
 _SECONDS = 600
 
 

@@ -10,13 +10,14 @@ from rich.console import Console
 
 from shardwise.data.child import prepare_shown, ready
 from shardwise.data.mixing import sources_of
-from shardwise.data.prepared import num_cores, open_prepared
+from shardwise.data.prepared import open_prepared
 from shardwise.data.rows import Source
 from shardwise.errors import ConfigError
+from shardwise.front.resolve import check_data, locate_data, prepare
 from shardwise.launch.beacon import beacon
 from shardwise.launch.place import Nodes
-from shardwise.launch.resolve import check_data, locate_data, prepare
 from shardwise.log import say
+from shardwise.machine import available_cores
 from shardwise.spec.data_files import data_folder
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
@@ -39,7 +40,7 @@ def prepare_ahead(run: RunConfig, plan: Plan, environ: Mapping[str, str], nodes:
     """
     with beacon(nodes) as counted:
         for source in run_sources(run, plan):
-            ready(source, data_folder(environ), num_cores(), say, counted)
+            ready(source, data_folder(environ), available_cores(), say, counted)
 
 
 def prepare_data(tree: dict[str, Any]) -> tuple[RunConfig, Plan]:
@@ -67,7 +68,7 @@ def prepare_all(
         raise ConfigError("HOME", "is not set, so there is no cache to keep tokens in", "Set XDG_CACHE_HOME")
     for source in run_sources(run, plan):
         try:
-            folder = prepare_shown(source, cache, processes or num_cores(), console)
+            folder = prepare_shown(source, cache, processes or available_cores(), console)
             rows, told = open_prepared(folder)
         except OSError as error:
             remedy = "Make room, or set XDG_CACHE_HOME to another folder"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import describing
-from shardwise.launch.describe import main
-from shardwise.launch.describing import model_of, run_child
-from shardwise.launch.planning import make_job
+from shardwise.front import describing
+from shardwise.front.describe import main
+from shardwise.front.describing import model_of, run_child
+from shardwise.front.planning import make_job
 from shardwise.models.describe import describe_folder
 from shardwise.planner.shape import Shape, model_costs
 from shardwise.spec.described import DescriptionCache, Manner
@@ -119,7 +119,7 @@ def test_a_refusal_and_a_death_of_the_child_are_told(monkeypatch: pytest.MonkeyP
 
 
 def test_the_launcher_loads_no_torch(tmp_path: Path) -> None:
-    program = "import sys, shardwise.launch.describing; sys.exit('torch' in sys.modules)"
+    program = "import sys, shardwise.front.describing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

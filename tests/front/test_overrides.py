@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
 from shardwise.config import apply_overrides
 from shardwise.errors import PlanError
-from shardwise.launch.resolve import prepare
+from shardwise.front.resolve import prepare
+from shardwise.front.tree import run_tree
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
 from tests.spec.model_folder import make_folder
@@ -55,13 +55,13 @@ def test_an_override_is_as_if_it_had_been_there_from_the_start(
     run, _ = _prepare(tmp_path, *first)
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_run(run), encoding="utf-8")
-    again, plan = prepare(cli._tree([str(path), *then], {}))
+    again, plan = prepare(run_tree([str(path), *then], {}))
     want, want_plan = _prepare(tmp_path, *first, *then)
     assert plan == want_plan
     plain = {"filled": ()}
     assert again.model_copy(update=plain) == want.model_copy(update=plain)
     path.write_text(dump_run(again), encoding="utf-8")  # and so on: what was filled in is still known
-    assert prepare(cli._tree([str(path), "train.learning_rate=0.5"], {}))[1] == want_plan
+    assert prepare(run_tree([str(path), "train.learning_rate=0.5"], {}))[1] == want_plan
 
 
 def test_accumulation_steps_stay_known(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_accumulation_steps_stay_known(tmp_path: Path) -> None:
     assert (run.train.global_batch_size, plan.num_micro_batches) == (8, 4)
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_run(run), encoding="utf-8")
-    assert prepare(cli._tree([str(path), "train.gradient_accumulation_steps=3"], {}))[1].global_batch_size == 6
-    assert prepare(cli._tree([str(path), "dp=2"], {}))[1].global_batch_size == 8, "the batch is what was asked for"
+    assert prepare(run_tree([str(path), "train.gradient_accumulation_steps=3"], {}))[1].global_batch_size == 6
+    assert prepare(run_tree([str(path), "dp=2"], {}))[1].global_batch_size == 8, "the batch is what was asked for"
 
 
 def test_what_was_given_is_not_forgotten(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_was_given_is_not_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_run(run), encoding="utf-8")
     with pytest.raises(PlanError, match=r"strategy\.stages = \[1, 3\]: has 2 entries"):
-        prepare(cli._tree([str(path), "pp=4"], {}))
+        prepare(run_tree([str(path), "pp=4"], {}))
     with pytest.raises(PlanError, match="devices = 2"):
-        prepare(cli._tree([str(path), "tp=2"], {}))
-    assert prepare(cli._tree([str(path)], {"devices": 4}))[1].strategy.dp_shard == 2
+        prepare(run_tree([str(path), "tp=2"], {}))
+    assert prepare(run_tree([str(path)], {"devices": 4}))[1].strategy.dp_shard == 2

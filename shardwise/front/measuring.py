@@ -20,9 +20,9 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, LaunchError, ShardwiseError
 from shardwise.launch.agent import launch, threads_of
-from shardwise.launch.machine import available_cores, cpu_name, free_memory_bytes
 from shardwise.lifeline import die_with_parent
 from shardwise.log import say
+from shardwise.machine import available_cores, cpu_name, free_memory_bytes
 from shardwise.measure.names import ANSWER, REQUEST, TARGET
 from shardwise.measure.profile import profile_of
 from shardwise.measure.samples import Samples
@@ -150,7 +150,7 @@ def profile_name(samples: Samples) -> str:
 
 def _measured_in_child(processes: int, environ: Mapping[str, str]) -> Samples:
     own = {name: value for name, value in environ.items() if name not in _PLACE and not name.startswith("TORCHELASTIC")}
-    command = [sys.executable, "-m", "shardwise.launch.measuring", str(processes), "quick"]
+    command = [sys.executable, "-m", "shardwise.front.measuring", str(processes), "quick"]
     try:
         done = _run_child(command, own)
         answer = json.loads(done.stdout)

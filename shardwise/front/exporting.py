@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
-from shardwise.launch.paths import check_path
-from shardwise.launch.planning import parse_bytes
+from shardwise.front.planning import parse_bytes
+from shardwise.spec.paths import check_path
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.merge import Comparison

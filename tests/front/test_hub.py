@@ -18,7 +18,7 @@ import pytest
 
 from shardwise.data.readers import files_of, read_records
 from shardwise.errors import ConfigError
-from shardwise.launch.hub import locate_model, locate_rows
+from shardwise.front.hub import locate_model, locate_rows
 from tests.spec.model_folder import make_folder
 
 COMMIT = "0" * 40

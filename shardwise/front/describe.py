@@ -1,4 +1,4 @@
-"""``python -m shardwise.launch.describe DIR``: one JSON object that describes a model, from the model itself.
+"""``python -m shardwise.front.describe DIR``: one JSON object that describes a model, from the model itself.
 
 Run as a child by what must not load torch. A description that is known from before is answered at once. A refusal is
 an answer too: ``{"refused": ...}``, with status 2.
@@ -22,7 +22,7 @@ from shardwise.spec.model import check_config, hash_of, read_config
 
 def main(arguments: Sequence[str], cache: DescriptionCache) -> int:
     """Print the description of a folder, and keep it; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m shardwise.launch.describe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m shardwise.front.describe", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--costs", action="store_true", help="what it costs, by kind of block and tensor degree")
     parser.add_argument("--eager", action="store_true", help="with eager attention")

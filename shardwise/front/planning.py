@@ -12,10 +12,10 @@ from typing import Any
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError, PlanError
-from shardwise.launch.describing import costs_of, model_of
-from shardwise.launch.hub import locate_model
-from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
-from shardwise.launch.row_length import row_length
+from shardwise.front.describing import costs_of, model_of
+from shardwise.front.hub import locate_model
+from shardwise.front.measuring import AUTO, measured_cluster, memory_share
+from shardwise.front.row_length import row_length
 from shardwise.planner.adapters import ALL_LINEAR, Lora, adapted
 from shardwise.planner.host import on_cluster
 from shardwise.planner.job import Found, Job
@@ -101,7 +101,7 @@ def folder_costs(
     """What the model in a folder costs on our runtime: known from before, or traced in a child.
 
     Raises:
-        ShardwiseError: as :func:`shardwise.launch.describing.costs_of`.
+        ShardwiseError: as :func:`shardwise.front.describing.costs_of`.
     """
     return with_degrees(costs_of(folder, environ, manner), model)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.launch.compiler import missing_for_compiling
-from shardwise.launch.resolve import prepare
+from shardwise.front.compiler import missing_for_compiling
+from shardwise.front.resolve import prepare
 from tests.spec.model_folder import make_folder
 
 

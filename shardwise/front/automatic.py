@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
-from shardwise.launch.measuring import AUTO, measured_cluster, memory_share
-from shardwise.launch.planning import (
+from shardwise.front.measuring import AUTO, measured_cluster, memory_share
+from shardwise.front.planning import (
     device_type,
     find_cluster,
     fixed_fields,
@@ -19,7 +19,7 @@ from shardwise.launch.planning import (
     trained,
     work_of,
 )
-from shardwise.launch.row_length import row_length
+from shardwise.front.row_length import row_length
 from shardwise.log import say
 from shardwise.planner.explain import describe, why
 from shardwise.planner.host import on_cluster

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.launch.paths import check_path, local_path
 from shardwise.spec.data_files import PACKED, SUFFIXES, data_suffix, named_files
 from shardwise.spec.model import find_model
+from shardwise.spec.paths import check_path, local_path
 
 # What a run needs of a hub's folder: no pickled weights, no other formats of the same.
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")

@@ -14,9 +14,9 @@ from shardwise.api.session import _agree
 from shardwise.check.costing import model_costs
 from shardwise.config import apply_overrides, load_yaml
 from shardwise.errors import ConfigError, LaunchError, PlanError
-from shardwise.launch import automatic, describing
-from shardwise.launch.preparing import prepare_data
-from shardwise.launch.resolve import prepare
+from shardwise.front import automatic, describing
+from shardwise.front.preparing import prepare_data
+from shardwise.front.resolve import prepare
 from shardwise.launch.script_worker import ScriptWorker
 from shardwise.spec.filled import without_stale
 from shardwise.spec.plan import Plan

@@ -14,9 +14,9 @@ from typing import Any
 from shardwise.check.layouts import Coverage, coverage, layouts
 from shardwise.check.names import LAYOUT, PLAN, REPORT, RUN, TARGET
 from shardwise.errors import DifferenceError
+from shardwise.front.resolve import prepare
 from shardwise.launch.agent import launch
 from shardwise.launch.forkserver import PRELOAD_MORE
-from shardwise.launch.resolve import prepare
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig, dump_run
 from shardwise.tensor.cache import table_folder
