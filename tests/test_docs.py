@@ -21,6 +21,7 @@ from shardwise import cli
 from shardwise.api import fields
 from shardwise.config import apply_overrides
 from shardwise.errors import ConfigError
+from shardwise.front import training
 from shardwise.front.resolve import prepare
 from shardwise.spec import aliases, rules
 from shardwise.spec.plan import Plan
@@ -117,7 +118,7 @@ def resolved(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
         plans.append(prepare(tree)[1])
         return 0
 
-    monkeypatch.setattr(cli, "_train", stop_after_prepare)
+    monkeypatch.setattr(training, "train", stop_after_prepare)
     result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (plan,) = plans
