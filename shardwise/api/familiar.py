@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.files import replace_text
 from shardwise.train.callbacks import Callback
 
 _LOOP = "the loop is the engine's, which splits the model"
@@ -127,4 +128,4 @@ def _absent(value: str, name: str, rule: str) -> AbsentError:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(values, indent=4, sort_keys=True) + "\n")

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError, PlanError
+from shardwise.files import replace_text
 from shardwise.front.describing import costs_of, model_of
 from shardwise.front.hub import locate_model
 from shardwise.front.measuring import AUTO, measured_cluster, memory_share
@@ -242,7 +243,7 @@ def save_profile(cluster: ClusterSpec, path: Path, option: str) -> None:
         except ConfigError:
             raise ConfigError(key, "is there, and is no profile", "Name another file") from None
     try:
-        path.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(cluster.to_json(), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(key, f"cannot be written to ({error.strerror})", "Name another file") from None
 
@@ -254,7 +255,7 @@ def save_page(text: str, path: Path) -> None:
         ConfigError: the path cannot be written to.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise _not_writable("--html", path, error) from None
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.files import replace_text
 from shardwise.launch.whereabouts import Stack, suspects
 
 _CONNECTION_WORDS = (
@@ -101,9 +102,7 @@ def read_errors(output_dir: Path, num_ranks: int) -> list[WorkerError]:
 def write_deaths(output_dir: Path, machine: int, deaths: Mapping[int, int]) -> None:
     """Leave the deaths that the launcher of one of several machines saw for those of the others, in one move."""
     path = output_dir / "logs" / f"deaths-machine-{machine}.json"
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(list(deaths.items())), encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(list(deaths.items())))
 
 
 def read_deaths(output_dir: Path) -> list[dict[int, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.files import replace_text
 from shardwise.launch.lock import claim
 from shardwise.launch.place import Nodes
 from shardwise.spec.paths import is_path, local_path
@@ -101,7 +102,7 @@ def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False, begin: Calla
         set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
     begin()
     try:
-        (output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
+        replace_text(output_dir / "run.yaml", dump_run(run))
         plan.save(output_dir / "plan.json")
     except OSError as error:
         put_back(output_dir)

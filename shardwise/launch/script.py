@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.files import replace_text
+
 _POINTER = "output_dir"
 _BEGUN = "begun"
 
@@ -51,9 +53,7 @@ def begun_of(job_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _write(path: Path, values: list[Any]) -> None:
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(values), encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(values))
 
 
 def _read(path: Path) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.files import replace_text
 from shardwise.measure.clock import Clock
 from shardwise.measure.comm import time_collectives
 from shardwise.measure.compute import time_attention, time_elementwise, time_operator, time_products
@@ -67,9 +67,7 @@ def measure(context: Context) -> dict[str, Any]:
     )
     if context.rank == 0:
         answer = samples.to_json() | {"took_seconds": time.perf_counter() - began}
-        draft = context.output_dir / f".{ANSWER}"
-        draft.write_text(json.dumps(answer), encoding="utf-8")
-        os.replace(draft, context.output_dir / ANSWER)
+        replace_text(context.output_dir / ANSWER, json.dumps(answer))
     return {}
 
 

@@ -6,12 +6,12 @@ A file is named by everything that its content depends on, so none is ever out o
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from shardwise.files import replace_text
 
 
 def cache_folder(environ: Mapping[str, str], kind: str) -> Path | None:
@@ -37,11 +37,4 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file of a cache, whole or not at all; where it cannot be written nothing is."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_text(path, text)

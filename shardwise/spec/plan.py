@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shardwise.errors import PlanError
+from shardwise.files import replace_text
 from shardwise.spec.cluster import DeviceType
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.strategy import AXES, ScheduleName, Strategy, legal_tensor_degrees
@@ -119,7 +120,7 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        replace_text(Path(path), json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

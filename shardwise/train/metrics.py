@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.files import replace_text
 from shardwise.train.callbacks import Callback, RunInfo
 
 FILE_NAME = "metrics.jsonl"
@@ -26,7 +27,7 @@ class MetricsFile(Callback):
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         if not self._is_cut:  # not before there is something to put in its place: the run may fail until then
             kept = [line for line in read_metrics(self._path.parent) if int(line["step"]) <= self._first_step]
-            self._path.write_text("".join(map(_dump, kept)), encoding="utf-8")
+            replace_text(self._path, "".join(map(_dump, kept)))
             self._is_cut = True
         self._append(metrics)
 

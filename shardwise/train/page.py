@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.drawing import COLOURS, HEIGHT, MARGIN, WIDTH, legend, line, page, svg, text
+from shardwise.files import replace_text
 from shardwise.spec.plan import Plan, batch_equation
 from shardwise.spec.run import dump_run
 from shardwise.train.callbacks import Callback, RunInfo
@@ -64,10 +65,7 @@ class RunPage(Callback):
         info = self._info
         plan = Plan.load(info.output_dir / "plan.json")
         html = run_page(info, plan, read_metrics(info.output_dir), self._end)
-        path = info.output_dir / FILE_NAME
-        part = path.with_name(f".{FILE_NAME}.part")
-        part.write_text(html, encoding="utf-8")
-        part.replace(path)
+        replace_text(info.output_dir / FILE_NAME, html)
 
 
 def run_page(info: RunInfo, plan: Plan, lines: Sequence[Line], end: str) -> str:

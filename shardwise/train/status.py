@@ -6,13 +6,13 @@ There is one writer at a time: the launcher before the workers start and after t
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.files import replace_text
 from shardwise.train.callbacks import Callback, RunInfo
 from shardwise.train.metrics import last_step
 
@@ -54,10 +54,7 @@ class Status:
 
 def write_status(output_dir: Path, status: Status) -> None:
     """Replace ``status.json`` in one move, so that a reader never meets half a file."""
-    path = output_dir / FILE_NAME
-    draft = path.with_name(f".{FILE_NAME}.{os.getpid()}")
-    draft.write_text(json.dumps(asdict(status), ensure_ascii=False) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_text(output_dir / FILE_NAME, json.dumps(asdict(status), ensure_ascii=False) + "\n")
 
 
 def read_status(output_dir: Path) -> Status | None:

@@ -14,6 +14,7 @@ from shardwise.checkpoint.listing import CHECKPOINTS, is_unlisted, saved_state, 
 from shardwise.config import load_yaml
 from shardwise.data.loader import Loader
 from shardwise.data.memory import MemoryData
+from shardwise.files import replace_text
 from shardwise.machine import available_cores
 from shardwise.models.packing import check_packing
 from shardwise.parallel.agreement import from_rank_0
@@ -140,7 +141,7 @@ def build_parts(
     if compiler_available is not None:
         run = _compiled_by_rule(run, plan, steps, compiler_available, blueprint, say)
         if context.rank == 0:
-            (context.output_dir / "run.yaml").write_text(dump_run(run), encoding="utf-8")
+            replace_text(context.output_dir / "run.yaml", dump_run(run))
     _say_what_becomes_of_rows(loader, say)
     eval_rows = reader.eval_rows() or apart
     meter = MemoryMeter(device)

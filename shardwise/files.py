@@ -1,0 +1,29 @@
+"""Small files that others read while we write them, or after we were killed. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one move: it holds ``text`` (UTF-8), or what it held before, and never a part of either.
+
+    What is no file of its own (``/dev/stdout``, a pipe) is written straight. The system is not told to keep the
+    content (no fsync): this serves readers and survives kills, not a power cut.
+
+    Raises:
+        OSError: it cannot be written; ``path`` is as it was, and no draft stays.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    draft = path.with_name(f".{uuid.uuid4().hex}.draft")  # several processes may write the same file
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
