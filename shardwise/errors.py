@@ -26,6 +26,10 @@ class ConfigError(ShardwiseError):
     """A key, a value or an input file that cannot be used as it is given."""
 
 
+class AbsentError(ConfigError, AttributeError):
+    """A name of another library that is not here, and what serves in its place; ``hasattr`` answers False."""
+
+
 class PlanError(ShardwiseError):
     """A strategy that this model, batch or number of devices cannot be split by."""
 

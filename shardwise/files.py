@@ -6,6 +6,8 @@ import os
 import uuid
 from pathlib import Path
 
+_DRAFT = ".draft"
+
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file in one move: it holds ``text`` (UTF-8), or what it held before, and never a part of either.
@@ -20,10 +22,21 @@ def replace_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     path = path.resolve()  # a link stays one
-    draft = path.with_name(f".{uuid.uuid4().hex}.draft")  # several processes may write the same file
+    draft = path.with_name(f".{uuid.uuid4().hex}{_DRAFT}")  # several processes may write the same file
     try:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file of this name may be what a process left that was killed in :func:`replace_text`."""
+    return name.startswith(".") and name.endswith(_DRAFT)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what killed processes left in a folder in which nobody else writes now."""
+    for path in folder.glob(f".*{_DRAFT}"):
+        path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import AbsentError, ConfigError
 from shardwise.files import replace_text
 from shardwise.train.callbacks import Callback
 
@@ -39,10 +39,6 @@ _ABSENT = {
     "remove_callback": "give Trainer the callbacks that you want",
     "pop_callback": "give Trainer the callbacks that you want",
 }
-
-
-class AbsentError(ConfigError, AttributeError):
-    """A member of Hugging Face's Trainer that is not here; ``hasattr`` answers False."""
 
 
 class Familiar:

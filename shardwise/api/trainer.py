@@ -125,6 +125,7 @@ class Trainer(Familiar):
         self._session: Session | None = None
         self._trained = False
         self._micro_batch_num: int | None = None
+        self._checked = check
         tree = self._tree()
         run = parse_run(translate(tree)[0])
         for note in self.args.notes:
@@ -171,17 +172,32 @@ class Trainer(Familiar):
         """MindFormers' section ``parallel_config``, key by key; to be called before the model is used.
 
         Raises:
-            ConfigError: an unknown key, one that differs from ``strategy``, or the model has been loaded before.
+            ConfigError: an unknown key or value, one that differs from what was said elsewhere, or the model has been
+                loaded, or its split proven, before.
         """
         if self._session is not None:
             rule = "the model has been loaded before"
             raise ConfigError("set_parallel_config()", rule, "Call set_parallel_config() first")
+        if self._checked:
+            rule = "Trainer(check=True) has proven another split before"
+            raise ConfigError("set_parallel_config()", rule, "Give Trainer(strategy=...) what it is to be")
         translated, notes = translate({SECTION: config})
         for note in notes:
             say(note)
         for key, value in translated.get("strategy", {}).items():
             put({"strategy": self._strategy}, f"strategy.{key}", value, "set_parallel_config")
-        self._micro_batch_num = translated.get("train", {}).get("gradient_accumulation_steps", self._micro_batch_num)
+        number = translated.get("train", {}).get("gradient_accumulation_steps")
+        if number is not None:
+            self._set_micro_batch_num(number)
+
+    def _set_micro_batch_num(self, number: Any) -> None:
+        value = f"set_parallel_config(micro_batch_num={number!r})"
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigError(value, "must be a whole number above 0", "Correct it")
+        for source, said in (("an earlier call", self._micro_batch_num), ("the context", AMBIENT.micro_batch_num)):
+            if said not in (None, number):
+                raise ConfigError(value, f"{source} says micro_batch_num = {said!r}", "Give one of them")
+        self._micro_batch_num = number
 
     def evaluate(self) -> dict[str, float]:
         """``eval_loss`` over all rows of ``eval_dataset``, and ``eval_tokens``; the same on every rank."""

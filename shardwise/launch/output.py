@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.files import replace_text
+from shardwise.files import is_draft, remove_drafts, replace_text
 from shardwise.launch.lock import claim
 from shardwise.launch.place import Nodes
 from shardwise.spec.paths import is_path, local_path
 from shardwise.spec.plan import Plan
 from shardwise.spec.rules import get
 from shardwise.spec.run import RunConfig, data_paths, dump_run
-from shardwise.train.previous import HEADER, RESULTS, put_back, set_aside
+from shardwise.train.previous import HEADER, put_back, results_in, set_aside
 
 # What a run leaves that was refused before its first step: nothing that another run would have to spare.
 _TRACES = frozenset([".lock", "status.json", "run.yaml", "plan.json", "logs"])
@@ -58,7 +58,7 @@ def _check_is_ours(output: Path) -> None:
     A ``logs`` alone stays: it may also be that of another machine of this job.
     """
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    lost = ", ".join(sorted(names & set(RESULTS) - _FIRST_TRACES))
+    lost = ", ".join(sorted(names & set(results_in(output)) - _FIRST_TRACES))
     if lost and not _is_ours(output):
         rule = f"overwrite would delete {lost} in it, and no run has left its status.json or plan.json there"
         raise ConfigError(f"output_dir = {str(output)!r}", rule, "Name another folder, or remove them by hand")
@@ -70,7 +70,7 @@ def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> 
         if name is None or not is_path(name):  # a chat template may be its own text
             continue
         path, value = local_path(name).resolve(), f"output_dir = {run.output_dir!r}"
-        for result in RESULTS:
+        for result in results_in(output):
             if path.is_relative_to((output / result).resolve()):
                 rule = f"overwrite would delete {key} = {name!r}, which lies in its {result}"
                 raise ConfigError(value, rule, "Name another output folder")
@@ -78,7 +78,7 @@ def _check_no_input_inside(run: RunConfig, output: Path, model_folder: Path) -> 
 
 def _holds_results(output: Path) -> bool:
     """A folder in which a run was refused before it began counts as empty; one that has no status is not ours."""
-    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    names = {path.name for path in output.iterdir() if not is_draft(path.name)} if output.is_dir() else set()
     return not names <= (_TRACES if "status.json" in names else _FIRST_TRACES)
 
 
@@ -97,9 +97,10 @@ def write_run(run: RunConfig, plan: Plan, *, goes_on: bool = False, begin: Calla
     """
     output_dir = local_path(run.output_dir)
     claim(output_dir)
+    remove_drafts(output_dir)
     if not goes_on:
         put_back(output_dir)  # of an attempt that was killed
-        set_aside(output_dir, RESULTS if run.overwrite and _is_ours(output_dir) else HEADER)
+        set_aside(output_dir, results_in(output_dir) if run.overwrite and _is_ours(output_dir) else HEADER)
     begin()
     try:
         replace_text(output_dir / "run.yaml", dump_run(run))

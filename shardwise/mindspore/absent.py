@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import sys
+from types import FrameType
 from typing import NoReturn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import AbsentError, ConfigError
 
 _MODEL = "models are Hugging Face's; shardwise.AutoModel.from_pretrained(NAME) names one"
 _TRAINER = "shardwise.Trainer trains: Trainer(model, args, train_dataset=...).train()"
@@ -77,12 +80,20 @@ ABSENT = {
 
 
 def refuse(module: str, name: str) -> NoReturn:
-    """Answer the use of a name that ``module`` does not have.
+    """Answer the use of a name that ``module`` does not have; to be called by its ``__getattr__``.
 
     Raises:
-        ConfigError: the name is MindSpore's.
-        AttributeError: it is not.
+        AbsentError: the name is MindSpore's; ``hasattr`` answers False.
+        ConfigError: the same in an import, which would replace an AttributeError by a message of its own.
+        AttributeError: the name is not MindSpore's.
     """
     if name in ABSENT:
-        raise ConfigError(f"{module}.{name}", f"is not there: {ABSENT[name]}")
+        kind = ConfigError if _imports(sys._getframe(2)) else AbsentError
+        raise kind(f"{module}.{name}", f"is not there: {ABSENT[name]}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether a frame is at ``from MODULE import NAME``: in the import system, which asks packages, or at its end."""
+    at = frame.f_code.co_code[frame.f_lasti]
+    return frame.f_globals.get("__name__") == "importlib._bootstrap" or dis.opname[at] == "IMPORT_FROM"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.api.messages import unknown
@@ -62,6 +62,23 @@ class Arguments:
 
     def _known(self) -> list[str]:
         return [*self._defaults, *self._aliases, *self._no_effect]
+
+
+def by_name(function: str, order: Sequence[str], arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call gives, all by name; ``order`` names the arguments that may come without theirs.
+
+    Raises:
+        ConfigError: more of them than there are, or one that is given twice.
+    """
+    if len(arguments) > len(order):
+        rule = f"takes at most {len(order)} arguments without a name"
+        raise ConfigError(f"{function}() with {len(arguments)}", rule, "Give arguments by their names")
+    given = dict(zip(order, arguments, strict=False))
+    twice = next((name for name in given if name in named), None)
+    if twice is not None:
+        rule = f"is given twice: {given[twice]!r} by its place, {named[twice]!r} by its name"
+        raise ConfigError(f"{function}({twice}=...)", rule, "Give it once")
+    return given | dict(named)
 
 
 def tell(function: str, name: str, value: Any, why: str) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.train.callbacks import Callback, RunInfo
 
-# What a run writes into its folder; `overwrite` replaces these and nothing else.
+# What a run writes into its folder; `overwrite` replaces these, and what :func:`results_in` finds, and nothing else.
 RESULTS = (
     *("run.yaml", "plan.json", "metrics.jsonl", "status.json", "logs", "checkpoints", "export", "report.html"),
     *("profile", "tensorboard", "wandb", "swanlab", "mlflow.db"),
 )
+_METRICS = "*_results.json"  # of a script's save_metrics()
 # What a resumed run writes anew at its start.
 HEADER = ("run.yaml", "plan.json", "status.json")
 
@@ -26,6 +27,11 @@ HEADER = ("run.yaml", "plan.json", "status.json")
 # it is on its way, in either direction: what it holds belongs back, and nothing beside it may be removed.
 _FOLDER, _DRAFT = ".previous", ".previous.part"
 _NAMES = "names.json"
+
+
+def results_in(output_dir: Path) -> list[str]:
+    """The names in a folder that a run may have written there, whether they are there or not."""
+    return [*RESULTS, *sorted(path.name for path in output_dir.glob(_METRICS))]
 
 
 def set_aside(output_dir: Path, names: Sequence[str]) -> None:

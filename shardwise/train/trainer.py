@@ -84,6 +84,7 @@ class Trainer:
         )
         self._stopped: str | None = None  # what ended an evaluation
         self._begun = False
+        self._exported: TrainState | None = None  # whose weights the model has got at the end, if not the last ones
         self._evaluated: tuple[int, float] | None = None  # the last evaluation's step and loss
 
     def train(self) -> str | None:
@@ -104,7 +105,8 @@ class Trainer:
             self._finish_save()
             if stopped is None and parts.run.save.export:
                 if parts.run.save.export == "best":
-                    self.view.say(take_best(self.folder / CHECKPOINTS, parts.loaded.model, self.state.step))
+                    self._exported, note = take_best(self.folder / CHECKPOINTS, parts.loaded.model, self.state)
+                    self.view.say(note)
                 self.export()
             self.callbacks.call("on_train_end", f"stopped by {stopped}" if stopped else reason)
         except NonFiniteLossError as error:  # on every rank: what was good before stays
@@ -238,13 +240,14 @@ class Trainer:
         Returns:
             The loss over all rows for evaluation and their supervised tokens; or what a stop gives, as :meth:`train`.
         """
-        loader, owed = self.state.loader, self.state.owed_evaluation
+        state = self._exported or self.state
+        loader, owed = state.loader, state.owed_evaluation
         ended = loader.epoch > 0 and loader.rows_seen == 0  # it stands at the begin of an epoch without a step
         try:
             self._begin()
             found = self._measure()
             if not isinstance(found, str):
-                self._tell(found, loader.epoch - ended if owed is None else owed)
+                self._tell(found, loader.epoch - ended if owed is None else owed, state.step)
         except BaseException as error:
             self.callbacks.failed(error)
             raise
@@ -274,14 +277,15 @@ class Trainer:
         found = self._measure()
         if isinstance(found, str):
             return found
-        self._tell(found, epoch)
+        self._tell(found, epoch, self.state.step)
         return None
 
-    def _tell(self, found: tuple[float, int], epoch: int) -> None:
+    def _tell(self, found: tuple[float, int], epoch: int, step: int) -> None:
         loss, num_tokens = found
-        self._evaluated = (self.state.step, loss)
-        self.state = replace(self.state, owed_evaluation=None)
-        values = {"kind": "eval", "step": self.state.step, "epoch": epoch, "eval_loss": loss, "eval_tokens": num_tokens}
+        self._evaluated = (step, loss)
+        if step == self.state.step:
+            self.state = replace(self.state, owed_evaluation=None)
+        values = {"kind": "eval", "step": step, "epoch": epoch, "eval_loss": loss, "eval_tokens": num_tokens}
         self.callbacks.call("on_evaluate", MappingProxyType(values))
 
     def save(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.api.ambient import AMBIENT
 from shardwise.api.arguments import TrainingArguments, own_names
 from shardwise.api.auto import ModelHandle
 from shardwise.api.fields import HARMLESS, HONOURED, REFUSED
@@ -250,6 +251,15 @@ def test_a_parallel_config_that_does_not_fit_is_refused(trainer: Trainer, monkey
         trainer.set_parallel_config(model_parallel=4)
     with pytest.raises(ConfigError, match=r"Did you mean parallel_config\.model_parallel\?"):
         trainer.set_parallel_config(model_paralel=4)
+    for wrong in (0, -1, True, "4"):
+        with pytest.raises(ConfigError, match=r"micro_batch_num=.*must be a whole number above 0"):
+            trainer.set_parallel_config(micro_batch_num=wrong)
+    monkeypatch.setattr(AMBIENT, "micro_batch_num", 8)
+    with pytest.raises(ConfigError, match=r"micro_batch_num=4\): the context says micro_batch_num = 8"):
+        trainer.set_parallel_config(micro_batch_num=4)
+    monkeypatch.setattr(trainer, "_checked", True)
+    with pytest.raises(ConfigError, match="has proven another split"):
+        trainer.set_parallel_config(data_parallel=2)
     monkeypatch.setattr(trainer, "_session", object())
     with pytest.raises(ConfigError, match="the model has been loaded before"):
         trainer.set_parallel_config(data_parallel=2)

@@ -222,6 +222,18 @@ def test_overwrite_wants_to_see_that_the_folder_is_ours(tmp_path: Path) -> None:
     assert (project / "logs" / "mine.log").exists()
 
 
+def test_what_a_killed_process_left_half_written_is_no_result_and_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / ".0123.draft").write_text("ha")
+    run, plan = _prepare(tmp_path)
+    try:
+        write_run(run, plan)
+    finally:
+        release_all()
+    assert {path.name for path in folder.iterdir()} == {"run.yaml", "plan.json"}
+
+
 def test_logs_alone_are_no_results(tmp_path: Path) -> None:
     """Another machine of the same job may have made them, before this one looks."""
     (tmp_path / "out" / "logs").mkdir(parents=True)

@@ -56,9 +56,21 @@ def test_names_and_intervals_without_effect_say_why(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("name", _REFUSED)
 def test_what_would_change_the_checkpoints_is_refused(name: str) -> None:
-    CheckpointConfig(**{name: _REFUSED[name][0]})
-    with pytest.raises(ConfigError, match=_REFUSED[name][1]):
+    for nothing in (0, None):
+        assert CheckpointConfig(**{name: nothing}).keys == CheckpointConfig().keys
+    with pytest.raises(ConfigError, match=_REFUSED[name]):
         CheckpointConfig(**{name: 3})
+
+
+def test_arguments_without_names_come_in_the_order_of_mindspore() -> None:
+    keys = CheckpointConfig(20, 0, 3, 0, True, True).keys
+    assert keys == {"save.strategy": "steps", "save.steps": 20, "save.keep": 3, "save.async": True}
+    with pytest.raises(ConfigError, match="after a number of steps"):
+        CheckpointConfig(20, 600)
+    with pytest.raises(ConfigError, match="given twice: 20 by its place, 30 by its name"):
+        CheckpointConfig(20, save_checkpoint_steps=30)
+    with pytest.raises(ConfigError, match="at most 14"):
+        CheckpointConfig(*range(15))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +98,14 @@ def test_a_name_of_mindspore_is_refused_with_what_serves_instead(module: str) ->
         with pytest.raises(ConfigError) as error:
             getattr(place, name)
         assert str(error.value).endswith(f".{name}: is not there: {instead}")
+        assert not hasattr(place, name)
 
 
 def test_an_import_of_such_a_name_is_refused_and_another_fails_as_ever() -> None:
     with pytest.raises(ConfigError, match=r"AutoModel\.from_pretrained"):
         exec("from shardwise.mindspore import nn")
+    with pytest.raises(ConfigError, match=r"derive from shardwise\.Callback"):
+        exec("from shardwise.mindspore.train.callback import RunContext")
     with pytest.raises(ImportError, match="cannot import name 'nnn'"):
         exec("from shardwise.mindspore import nnn")
     assert not hasattr(ms, "nnn")

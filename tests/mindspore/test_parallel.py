@@ -69,8 +69,8 @@ def test_the_modes_that_search_are_auto_parallel(mode: str) -> None:
 @pytest.mark.parametrize("name", auto_parallel._METHODS)
 def test_a_method_that_sets_nothing_says_why(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     net = AutoParallel(MODEL)
-    getattr(net, name)("given")
-    expected = f"AutoParallel.{name}('given') has no effect: {auto_parallel._METHODS[name]}\n"
+    getattr(net, name)("given", by_name=3)
+    expected = f"AutoParallel.{name}('given', by_name=3) has no effect: {auto_parallel._METHODS[name]}\n"
     assert (capsys.readouterr().err, keys()) == (expected, {})
     assert not hasattr(net, "stages")
 

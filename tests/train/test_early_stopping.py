@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from shardwise.data.batch import LoaderState
 from shardwise.errors import CheckpointError
 from shardwise.train import best as best_module
 from shardwise.train.best import take_best
 from shardwise.train.early_stopping import EarlyStopping
+from shardwise.train.saving import TrainState
+from shardwise.train.trainer import Trainer
 from tests.train.runs import make_inputs, run
 
 
@@ -106,7 +110,20 @@ def test_a_best_checkpoint_that_is_damaged_is_not_exported(monkeypatch: pytest.M
     monkeypatch.setattr(best_module, "from_rank_0", lambda _: best)
     monkeypatch.setattr(best_module, "damage_in", lambda _: "the content of its __0_0.distcp is another")
     with pytest.raises(CheckpointError, match=r"step-00000003.*is damaged: .*__0_0.distcp.*shardwise export"):
-        take_best(Path("checkpoints"), None, 5)  # type: ignore[arg-type]
+        take_best(Path("checkpoints"), None, TrainState(5))  # type: ignore[arg-type]
+
+
+def test_an_evaluation_after_the_best_was_taken_is_one_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 6 ended epoch 2, and the model is that of step 3, which ended epoch 1."""
+    trainer, told = object.__new__(Trainer), []
+    trainer.state, trainer._exported = TrainState(6, 6, LoaderState(epoch=2)), TrainState(3, 3, LoaderState(epoch=1))
+    trainer.callbacks = SimpleNamespace(call=lambda hook, values: told.append(dict(values)))  # type: ignore[assignment]
+    monkeypatch.setattr(trainer, "_begin", lambda: None)
+    monkeypatch.setattr(trainer, "_measure", lambda: (1.5, 40))
+    trainer.evaluate()
+    trainer._exported = None
+    trainer.evaluate()
+    assert [(line["step"], line["epoch"]) for line in told] == [(3, 0), (6, 1)]
 
 
 def _loss(model: torch.nn.Module, rows: Path) -> float:

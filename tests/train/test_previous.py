@@ -16,6 +16,7 @@ from shardwise.train.previous import (
     checkpoints_now,
     discard,
     put_back,
+    results_in,
     set_aside,
 )
 
@@ -43,6 +44,14 @@ def _attempt(output: Path) -> None:
         (output / name).write_text("new")
     (output / "logs").mkdir(exist_ok=True)
     (output / "logs/rank-0.log").write_text("new\n")
+
+
+def test_metrics_that_a_script_has_saved_are_results_of_its_run(output: Path) -> None:
+    (output / "all_results.json").write_text("{}")
+    set_aside(output, results_in(output))
+    assert sorted(path.name for path in output.iterdir()) == [".previous", "mine.txt"]
+    discard(output)
+    assert sorted(path.name for path in output.iterdir()) == ["mine.txt"]
 
 
 def test_an_attempt_that_makes_no_step_leaves_what_was_there(output: Path) -> None:

@@ -109,7 +109,8 @@ class AutoParallel(ModelHandle):
         if name not in _METHODS:
             raise AttributeError(f"AutoParallel has no attribute {name!r}")
 
-        def without_effect(*arguments: Any) -> None:
-            say(f"AutoParallel.{name}({', '.join(map(repr, arguments))}) has no effect: {_METHODS[name]}")
+        def without_effect(*arguments: Any, **named: Any) -> None:
+            shown = [*map(repr, arguments), *(f"{each}={value!r}" for each, value in named.items())]
+            say(f"AutoParallel.{name}({', '.join(shown)}) has no effect: {_METHODS[name]}")
 
         return without_effect

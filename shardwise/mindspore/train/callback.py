@@ -8,14 +8,21 @@ from shardwise.api.messages import unknown
 from shardwise.errors import ConfigError
 from shardwise.log import say
 from shardwise.mindspore.absent import refuse
-from shardwise.mindspore.arguments import check_number, check_switch, tell
+from shardwise.mindspore.arguments import by_name, check_number, check_switch, tell
 from shardwise.train import callbacks
 
-# Arguments of CheckpointConfig without an effect, and why.
+# Arguments of CheckpointConfig in MindSpore's order, in which they may be given without their names.
+_ORDER = (
+    *("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max", "keep_checkpoint_per_n_minutes"),
+    *("integrated_save", "async_save", "saved_network", "append_info", "enc_key", "enc_mode", "exception_save"),
+    *("crc_check", "remove_redundancy", "format"),
+)
+# Those without an effect, and why.
 _NO_EFFECT = {
     "integrated_save": "each rank writes its part, and export/ has the whole model",
     "remove_redundancy": "what several ranks hold is written once",
     "saved_network": "the model of the Trainer is saved",
+    "enc_mode": "checkpoints are not encrypted",
     "append_info": "a checkpoint holds all that a resume needs",
     "crc_check": "files are checked against their hashes when they are read",
     "format": "weights are safetensors",
@@ -23,11 +30,12 @@ _NO_EFFECT = {
     "map_param_inc": "checkpoints load under any plan",
     "global_step_num": "steps are counted from the checkpoint that a run resumes",
 }
-# Arguments that would change when a checkpoint is written, how many stay or who can read them -> (neutral, why).
+# Arguments that would change when a checkpoint is written, how many stay or who can read them, and why they cannot.
+# None, 0 and an empty key ask for nothing.
 _REFUSED = {
-    "save_checkpoint_seconds": (0, "checkpoints are written after a number of steps"),
-    "keep_checkpoint_per_n_minutes": (0, "the newest keep_checkpoint_max stay"),
-    "enc_key": (None, "checkpoints are not encrypted"),
+    "save_checkpoint_seconds": "checkpoints are written after a number of steps",
+    "keep_checkpoint_per_n_minutes": "the newest keep_checkpoint_max stay",
+    "enc_key": "checkpoints are not encrypted",
 }
 
 
@@ -79,25 +87,25 @@ class CheckpointConfig:
         ConfigError: an unknown argument or value, or one that cannot be followed.
     """
 
-    def __init__(
-        self, save_checkpoint_steps: int = 1, keep_checkpoint_max: int = 5, async_save: bool = False, **more: Any
-    ) -> None:
-        for name, value in more.items():
-            if name in _REFUSED:
-                neutral, why = _REFUSED[name]
-                if value != neutral:
-                    rule = f"is not supported: {why}"
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        given = by_name("CheckpointConfig", _ORDER, arguments, named)
+        values = {"save_checkpoint_steps": 1, "keep_checkpoint_max": 5, "async_save": False}
+        for name, value in given.items():
+            if name in values:
+                values[name] = value
+            elif name in _REFUSED:
+                if value:
+                    rule = f"is not supported: {_REFUSED[name]}"
                     raise ConfigError(f"CheckpointConfig({name}=...)", rule, "Leave it out")
             elif name in _NO_EFFECT:
                 tell("CheckpointConfig", name, value, _NO_EFFECT[name])
             else:
-                known = ["save_checkpoint_steps", "keep_checkpoint_max", "async_save", *_REFUSED, *_NO_EFFECT]
-                raise unknown("CheckpointConfig", name, value, known)
+                raise unknown("CheckpointConfig", name, value, [*values, *_REFUSED, *_NO_EFFECT])
         self.keys = {
             "save.strategy": "steps",
-            "save.steps": check_number("save_checkpoint_steps", save_checkpoint_steps),
-            "save.keep": check_number("keep_checkpoint_max", keep_checkpoint_max),
-            "save.async": check_switch("async_save", async_save),
+            "save.steps": check_number("save_checkpoint_steps", values["save_checkpoint_steps"]),
+            "save.keep": check_number("keep_checkpoint_max", values["keep_checkpoint_max"]),
+            "save.async": check_switch("async_save", values["async_save"]),
         }
 
 
