@@ -13,6 +13,12 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
+def format_exact(value: float) -> str:
+    """``16.0`` -> ``'16'``; a text from which the very number can be read."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
 def format_count(count: float) -> str:
     """``134515008`` -> ``'134.5M'``."""
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):

@@ -33,19 +33,16 @@ def lora_keys(config: Any) -> dict[str, Any]:
         rule = "is not supported: LoRA is the only adapter"
         raise ConfigError(f"peft_config of type {type(config).__name__}", rule, "Use peft.LoraConfig")
     plain = type(config)()
-    if config.use_rslora:
-        alpha = config.lora_alpha * math.sqrt(config.r)
-        rule = "is not supported: the scale is lora_alpha / r"
-        remedy = f"The same scale is use_rslora=False with lora_alpha={alpha:g}"
-        raise ConfigError("peft_config.use_rslora = True", rule, remedy)
-    for name in [field.name for field in fields(config) if field.name not in (*_KEYS, *_SAID)]:
+    for name in [field.name for field in fields(config) if field.name not in (*_KEYS, *_SAID, "use_rslora")]:
         given, default = getattr(config, name), getattr(plain, name)
-        if given != default and (given or default):
+        if given is not None and given != default and (given or default):
             rule = "is not supported: adapters are plain LoRA"
             raise ConfigError(f"peft_config.{name} = {given!r}", rule, f"Leave {name} out")
     if config.target_modules is None:
         rule = "not given: PEFT would take names by the type of the model"
         raise ConfigError("peft_config.target_modules", rule, "Use target_modules='all-linear', or a list of names")
     given = {key: getattr(config, name) for name, key in _KEYS.items() if getattr(config, name) is not None}
+    if config.use_rslora:  # scales by alpha / sqrt(r), and we by alpha / r
+        given["alpha"] = config.lora_alpha * math.sqrt(config.r)
     # PEFT keeps names as a set, whose order differs from process to process.
     return {key: sorted(value) if isinstance(value, set | list | tuple) else value for key, value in given.items()}

@@ -12,6 +12,7 @@ from shardwise.data.rows import Source
 from shardwise.data.store import Rows, joined
 from shardwise.errors import ConfigError
 from shardwise.spec.run import RunConfig, Sources, data_sources
+from shardwise.units import format_exact
 
 # Keep the random numbers of a split and of a mixture apart from each other and from those of an epoch's order.
 _SPLIT_STREAM, _REPEAT_STREAM = 0x5B117, 0x33B
@@ -118,7 +119,7 @@ def split_off(rows: Rows, size: float, seed: int) -> tuple[Rows, Rows]:
     if number >= len(rows):
         rule = f"of {len(rows)} rows {number} would be set apart, and none be left to train on"
         remedy = f"Use at most {len(rows) - 1}" if len(rows) > 1 else "Give more rows"
-        raise ConfigError(f"data.val_size = {size:g}", rule, remedy)
+        raise ConfigError(f"data.val_size = {format_exact(size)}", rule, remedy)
     words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_SPLIT_STREAM,))).random_raw(len(rows))
     drawn = np.argsort(words, kind="stable")
     return rows.take(np.sort(drawn[number:])), rows.take(np.sort(drawn[:number]))

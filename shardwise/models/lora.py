@@ -22,6 +22,7 @@ from shardwise.config import nearest
 from shardwise.errors import ConfigError
 from shardwise.models.init import Distribution
 from shardwise.spec.run import LoraConfig
+from shardwise.units import format_exact
 
 ADAPTER = "default"  # peft's name of the one adapter
 ALL_LINEAR = "all-linear"
@@ -66,7 +67,7 @@ class Adapters:
         kinds = dict.fromkeys(name.rpartition(".")[2] for name in self.targets)
         saved = f", {', '.join(self.saved)} whole" if self.saved else ""
         return (
-            f"rank {self.config.r}, alpha {self.config.lora_alpha:g}, {len(self.targets)} modules "
+            f"rank {self.config.r}, alpha {format_exact(self.config.lora_alpha)}, {len(self.targets)} modules "
             f"({', '.join(kinds)}){saved}; {self.num_trainable:,} of {self.num_parameters:,} parameters train "
             f"({100 * self.num_trainable / self.num_parameters:.2f} %)"
         )

@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError
 from shardwise.spec.plan import Plan
 from shardwise.spec.run import RunConfig
 from shardwise.train.previous import is_set_aside
+from shardwise.units import format_exact
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def check_resume(run: RunConfig, plan: Plan, folder: Path) -> None:
             refuse_damaged(run, passed_over(folder, None))
         return
     saved: dict[str, str] = saved_state(checkpoint)["identity"]
-    lora = f"r {run.lora.r}, alpha {run.lora.alpha:g}" if run.lora is not None else "none"
+    lora = f"r {run.lora.r}, alpha {format_exact(run.lora.alpha)}" if run.lora is not None else "none"
     if run.lora is not None and saved.get("lora", "none").startswith(f"{lora} on "):
         lora = saved["lora"]  # on which modules is known when the model has been built
     identity = RunIdentity(plan.model.hash, run.train.optimizer, saved.get("data", ""), lora)

@@ -23,6 +23,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.spec.run import RunConfig
 from shardwise.train.identity import RunIdentity, refuse_damaged, resumable
 from shardwise.train.optim import Optimizer
+from shardwise.units import format_exact
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def lora_fingerprint(run: RunConfig, adapters: Adapters | None) -> str:
     modules = f"{len(adapters.targets)} modules and {len(adapters.saved)} whole"
     base = f", random base of seed {run.train.seed}" if run.model_init == "random" else ""
     digest = hashlib.sha256(places.encode()).hexdigest()[:8]
-    return f"r {config.r}, alpha {config.lora_alpha:g} on {modules} ({digest}){base}"
+    return f"r {config.r}, alpha {format_exact(config.lora_alpha)} on {modules} ({digest}){base}"
 
 
 def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, SlicedTensor]:

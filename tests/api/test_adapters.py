@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import IA3Config, LoraConfig
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 
 from shardwise import Trainer, TrainingArguments
 from shardwise.api.adapters import lora_keys
@@ -39,7 +40,6 @@ def test_settings_become_keys(given: dict[str, Any], expected: dict[str, Any]) -
     ("given", "words"),
     [
         ({}, ["target_modules", "all-linear"]),
-        ({"use_rslora": True, "r": 16, "lora_alpha": 8}, ["use_rslora = True", "lora_alpha=32"]),
         ({"use_dora": True}, ["use_dora = True", "plain LoRA"]),
         ({"bias": "all"}, ["bias = 'all'"]),
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
@@ -52,6 +52,22 @@ def test_what_is_not_plain_lora_is_refused_by_name(given: dict[str, Any], words:
     with pytest.raises(ConfigError) as refusal:
         lora_keys(config)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_a_rank_stabilised_scale_is_the_one_of_peft() -> None:
+    given: dict[str, Any] = {"target_modules": ["0"], "r": 3, "lora_alpha": 7}
+    keys = lora_keys(LoraConfig(use_rslora=True, **given))
+    stabilised = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(use_rslora=True, **given))
+    plain = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(**(given | {"lora_alpha": keys["alpha"]}))
+    )
+    scales = [model.base_model.model[0].scaling["default"] for model in (stabilised, plain)]
+    assert scales[0] == pytest.approx(scales[1], rel=1e-15)
+
+
+def test_none_asks_for_nothing() -> None:
+    given = {"bias": None, "rank_pattern": None, "use_dora": None}
+    assert lora_keys(LoraConfig(target_modules=["q_proj"], **given)) == lora_keys(LoraConfig(target_modules=["q_proj"]))
 
 
 def test_another_kind_of_adapter_is_refused() -> None:
