@@ -117,13 +117,21 @@ def read_completion(value: dict[str, Any]) -> Sample:
     """
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        given, _ = read_turns("prompt, turn", prompt)
+        given, asked = read_turns("prompt, turn", prompt)
         learned, wanted = read_turns("completion, turn", completion)
         if not learned:
             raise BadRow("completion is empty")
         places = tuple(len(given) + place for place in (range(len(learned)) if wanted is None else wanted))
-        settings = _settings(value)
-        return Conversation([*given, *learned], _tools(value), places, is_completion=True, settings=settings)
+        is_flagged = not (asked is None and wanted is None)
+        every = (*(range(len(given)) if asked is None else asked), *places) if is_flagged else None
+        return Conversation(
+            [*given, *learned],
+            _tools(value),
+            places,
+            is_completion=True,
+            unflagged=every,
+            settings=_settings(value),
+        )
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("one of prompt and completion is a list of turns, and the other is none")
     if not isinstance(prompt, str):  # an empty one is a text to learn as a whole

@@ -45,7 +45,8 @@ _FOREIGN = (
     ({"chosen", "rejected"}, "a preference pair"),
     ({"role", "content"}, "a single turn"),
 )
-_RATED = {"prompt", "completion", "label"}  # where the label is true or false
+_RATED = ({"prompt", "completion"}, {"prompt", "response"})  # beside a label, as preference data has them
+_RATINGS = ("true", "false", "0", "1", "0.0", "1.0")  # of a label, also in the cells of a table
 
 
 def format_of(value: Any) -> Format | None:
@@ -62,11 +63,15 @@ def has_format(value: dict[str, Any], name: Format) -> bool:
             return "input_ids" in value
         case "messages" | "sharegpt":
             turns = turns_column(value)
-            return turns is not None and (has_no_turns(value) or _is_sharegpt(value[turns]) == (name == "sharegpt"))
+            return (
+                turns is not None
+                and not _is_rated(value)
+                and (has_no_turns(value) or _is_sharegpt(value[turns]) == (name == "sharegpt"))
+            )
         case "segments":
-            return isinstance(value.get("segments"), list)
+            return _has_segments(value)
         case "alpaca":
-            return {"instruction", "output"} <= value.keys()
+            return {"instruction", "output"} <= value.keys() and not _is_rated(value)
         case "prompt_completion":
             return {"prompt", "completion"} <= value.keys() and not _is_rated(value)
         case "pairs":
@@ -107,9 +112,22 @@ def _is_sharegpt(turns: Any) -> bool:
     return isinstance(first, dict) and "role" not in first and ("from" in first or "value" in first)
 
 
+def _has_segments(value: dict[str, Any]) -> bool:
+    """Whether a row is made of pieces: beside a text, pieces without a label are those of a transcript, say."""
+    pieces = value.get("segments")
+    if not isinstance(pieces, list):
+        return False
+    return text_column(value) is None or (bool(pieces) and isinstance(pieces[0], dict) and "label" in pieces[0])
+
+
 def _is_rated(value: dict[str, Any]) -> bool:
     """Whether a row says if its completion is a good one: a bad one is not to be learned."""
-    return value.keys() >= _RATED and isinstance(value["label"], bool)
+    if value.get("kto_tag") is not None:
+        return True
+    label = value.get("label")
+    if not isinstance(label, bool | int | float | str) or str(label).strip().lower() not in _RATINGS:
+        return False
+    return any(keys <= value.keys() for keys in _RATED)
 
 
 def check_format(value: Any, expected: Format | None) -> None:

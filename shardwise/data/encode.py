@@ -151,7 +151,7 @@ class RowEncoder:
 
     def _turns(self, row: Conversation) -> dict[str, Any]:
         """A conversation as its encoders take it; where every turn is learned, a prompt is too."""
-        learned = None if row.is_completion and self._loss == "all_turns" else row.learned
+        learned = row.unflagged if row.is_completion and self._loss == "all_turns" else row.learned
         return {"messages": row.messages, "tools": row.tools, "learned": learned, "settings": row.settings}
 
     def _check(self, tokens: Tokens) -> None:

@@ -51,6 +51,7 @@ class Conversation:
         learned: the places in ``messages`` that may be supervised; None: all that the loss is taken on.
         is_pair: a question and its answer in two columns; without a chat template it is plain text.
         is_completion: a prompt and its completion; ``learned`` are the turns of the completion.
+        unflagged: of a completion, what ``learned`` is where every turn is learned, those of the prompt too; None: all.
         settings: what the row gives to the chat template beside its turns and tools.
     """
 
@@ -59,6 +60,7 @@ class Conversation:
     learned: tuple[int, ...] | None = None
     is_pair: bool = False
     is_completion: bool = False
+    unflagged: tuple[int, ...] | None = None
     settings: dict[str, Any] | None = None
 
 
@@ -83,10 +85,7 @@ def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | Non
             position outside ``[0, max_positions)``, an attention mask with zeros (the row holds padding), or a mask
             of what is learned with something else than 0 and 1.
     """
-    for key in value:
-        near = nearest(key, _TOKEN_KEYS) if isinstance(key, str) and key not in _TOKEN_KEYS else None
-        if near is not None and near not in value:  # a misspelt labels would silently supervise every token
-            raise BadRow(f"has the key {key!r}; did you mean {near!r}?")
+    _check_keys(value)
     ids = _integers("input_ids", value["input_ids"])
     if not len(ids):
         raise BadRow("input_ids is empty")
@@ -109,6 +108,19 @@ def read_tokens(value: dict[str, Any], vocab_size: int, max_positions: int | Non
         _check_range("position", positions, max_positions, "the model's positions")
         positions = positions.astype(np.int32)
     return Tokens(ids.astype(np.int32), labels.astype(np.int32), positions)
+
+
+def _check_keys(value: dict[str, Any]) -> None:
+    """Refuse a key that was meant to say what is learned: ignored it would silently supervise every token."""
+    absent = [key for key in _TOKEN_KEYS if key not in value]
+    for key in value:
+        if not isinstance(key, str) or key in _TOKEN_KEYS or key == "special_tokens_mask":  # of a tokenizer
+            continue
+        near = nearest(key, absent)
+        if "mask" in key and near != "attention_mask":  # which of them is 1 where, only its author knows
+            raise BadRow(f"has the key {key!r}; masks are {', '.join(_MASKS)}, with 1 for what is learned")
+        if near is not None:
+            raise BadRow(f"has the key {key!r}; did you mean {near!r}?")
 
 
 def _mask(name: str, values: Any, length: int) -> np.ndarray:

@@ -36,7 +36,7 @@ from shardwise.data.source import (
     unlocal,
 )
 from shardwise.errors import ConfigError
-from shardwise.spec.data_files import SUFFIXES, data_suffix, named_files
+from shardwise.spec.data_files import SUFFIXES, data_suffix, named_paths
 
 _BATCH = 1000  # rows of a table that are in memory at once
 _PARQUET, _ARROW = b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
@@ -68,10 +68,10 @@ def files_of(path: Path) -> list[Path]:
     if place.is_file():
         return [path]
     if not place.is_dir():
-        named = [unlocal(file) for file in named_files(place)]
+        named = [unlocal(one) for one in named_paths(place)]
         if not named:
             raise _absent(path)
-        return named
+        return [file for one in named for file in files_of(one)]
     if (place / _SAVED_SPLITS).is_file():
         splits = sorted(entry.name for entry in place.iterdir() if (entry / _SAVED).is_file())
         rule = f"is a folder of the splits {', '.join(splits)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from shardwise.config import nearest
@@ -21,7 +22,8 @@ _SPEAKERS = {
 # Of a round, which is an object with a text for each speaker; in the order in which they speak.
 _OF_ROUND = ("system", "user", "human", "input", "assistant", "gpt", "bot", "output")
 _ROLE_OF_ROUND = {"input": "user", "output": "assistant"}
-_FLAGS = ("weight", "loss", "train", "training")  # of a turn, whether it is learned
+_FLAGS = ("weight", "loss", "train", "training", "output_with_loss")  # of a turn, whether it is learned
+_LIKE_FLAG = re.compile(r"loss|mask|train|weight|learn|supervis")  # in names of other tools' flags
 
 
 def read_turns(name: str, turns: Any) -> tuple[list[Message], tuple[int, ...] | None]:
@@ -54,14 +56,23 @@ def _is_plain(turn: Any) -> bool:
 
 
 def _of_round(turn: Any) -> list[Any]:
-    """The turns of a round; every other turn by itself."""
+    """The turns of a round, each with the flags of the round; every other turn by itself.
+
+    Raises:
+        BadRow: the round holds something else, which would be lost.
+    """
     if not isinstance(turn, dict) or "role" in turn or "from" in turn:
         return [turn]
     found = [(key, turn[key]) for key in _OF_ROUND if isinstance(turn.get(key), str)]
     if len(found) < 2:
         return [turn]
+    more = {key: item for key, item in turn.items() if key not in _OF_ROUND}
+    unknown = [key for key, item in more.items() if key not in _FLAGS and not isinstance(item, int | float | None)]
+    if unknown:
+        rule = f"texts of {', '.join(_OF_ROUND)} and flags ({', '.join(_FLAGS)})"
+        raise BadRow(f"a round holds {unknown[0]!r}, and rounds hold {rule}; write it as turns of role and content")
     said = [(_ROLE_OF_ROUND.get(key, key), text) for key, text in found if text.strip() or key != "system"]
-    return [{"role": role, "content": text} for role, text in said]
+    return [{"role": role, "content": text} | more for role, text in said]
 
 
 def _flag(name: str, turn: Message) -> bool | None:
@@ -71,6 +82,11 @@ def _flag(name: str, turn: Message) -> bool | None:
     found = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
     if turn.get("train_detail"):
         raise BadRow(f"{name} has train_detail; a turn is learned as a whole or not at all (weight)")
+    for key in turn:
+        if key not in _FLAGS and isinstance(key, str) and _LIKE_FLAG.search(key.lower()) and turn[key] is not None:
+            raise BadRow(
+                f"{name} has {key!r}, which is not known; weight says whether a turn is learned (1) or given (0)"
+            )
     for key, flag in found.items():
         if flag not in (0, 1):
             raise BadRow(f"{name} has {key} {flag!r}; a turn is learned (1) or given (0)")

@@ -21,7 +21,7 @@ from shardwise.launch.nodes import local_processes, nodes_of
 from shardwise.launch.output import check_output
 from shardwise.log import say
 from shardwise.spec.aliases import translate
-from shardwise.spec.data_files import data_folder, named_files
+from shardwise.spec.data_files import data_folder, named_paths
 from shardwise.spec.filled import filled_keys
 from shardwise.spec.given_plan import with_given_plan
 from shardwise.spec.model import ModelSpec, check_weights
@@ -181,7 +181,7 @@ def check_data(run: RunConfig, in_memory: Collection[str] = ()) -> None:
     if run.data.train is None:
         raise ConfigError("data.train", "missing: there is nothing to train on", "Give data.train=FILE.jsonl")
     for key, name in data_paths(run):
-        if name in in_memory or local_path(name).exists() or named_files(local_path(name)):
+        if name in in_memory or local_path(name).exists() or named_paths(local_path(name)):
             continue
         rule = f"no such file (in {Path(name).absolute().parent})"
         raise ConfigError(f"{key} = {name!r}", rule, f"Give {key}=FILE.jsonl; paths count from the working directory")

@@ -24,10 +24,18 @@ def named_files(pattern: Path) -> list[Path]:
 
     None for what is no pattern. ``pattern`` is a path as the file system takes it.
     """
+    return [path for path in named_paths(pattern) if path.is_file()]
+
+
+def named_paths(pattern: Path) -> list[Path]:
+    """:func:`named_files`, and the folders that a pattern such as ``rows/part-*`` names, which hold such files.
+
+    Those between the files of ``**`` are none of them: what lies below is named, too.
+    """
     if not glob.has_magic(str(pattern)):
         return []
     found = (Path(name) for name in sorted(glob.glob(str(pattern), recursive=True)))
-    return [path for path in found if path.is_file()]
+    return [path for path in found if "**" not in pattern.parts or path.is_file()]
 
 
 def data_folder(environ: Mapping[str, str]) -> Path | None:

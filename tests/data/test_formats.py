@@ -128,6 +128,18 @@ def read(value: dict[str, Any]) -> Sample:
         ({"conversation": [{"system": "S", "input": "Why?", "output": "So."}, {"input": "Why?", "output": "So."}]},
          "messages", [{"role": "system", "content": "S"}, *TALK, *TALK]),
         ({"conversation": [{"human": "Why?", "assistant": "So."}]}, "messages", Conversation(TALK)),
+        ({"conversation": [{"input": "Why?", "output": "So.", "output_with_loss": False, "id": 7},
+                           {"input": "Why?", "output": "So.", "train": True}]}, "messages",
+         Conversation([USER | {"id": 7}, ASSISTANT | {"id": 7}, *TALK], None, (2, 3))),
+        ({"prompt": [USER], "completion": [ASSISTANT | {"weight": 0}, USER, ASSISTANT]}, "prompt_completion",
+         Conversation([*TALK, *TALK], None, (2, 3), is_completion=True, unflagged=(0, 2, 3))),
+        ({"prompt": [USER | {"train": False}], "completion": [ASSISTANT]}, "prompt_completion",
+         Conversation(TALK, None, (1,), is_completion=True, unflagged=(1,))),
+        ({"text": "Once", "segments": [{"start": 0.0, "text": "Once"}]}, "text", Text((("Once", True),))),
+        ({"text": "12", "segments": [{"text": "1", "label": 0}, {"text": "2", "label": 1}]}, "segments",
+         Text((("1", False), ("2", True)))),
+        ({"prompt": "a", "completion": "b", "label": "greeting"}, "prompt_completion",
+         Text((("a", False), ("b", True)))),
         ({"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}}, "messages",
          Conversation(TALK, settings={"enable_thinking": False})),
         ({"prompt": [USER], "completion": [ASSISTANT], "chat_template_kwargs": '{"a": 1}'}, "prompt_completion",
@@ -160,6 +172,10 @@ def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: An
         ({"messages": TALK, "tools": "{"}, "tools is not JSON"),
         ({"messages": [ASSISTANT | {"train": "yes"}]}, "turn 1 has train 'yes'"),
         ({"messages": [ASSISTANT | {"train": True, "weight": 0}]}, "turn 1 has weight and train that contradict"),
+        ({"messages": [USER, ASSISTANT | {"trainable": False}]}, "turn 2 has 'trainable', .*; weight says whether"),
+        ({"messages": [USER, ASSISTANT | {"loss_weight": 0.0}]}, "turn 2 has 'loss_weight'"),
+        ({"conversation": [{"input": "a", "output": "b", "mask": True}]}, "turn 1 has 'mask'"),
+        ({"conversation": [{"input": "a", "output": "b", "thought": "c"}]}, "a round holds 'thought'"),
         ({"messages": [ASSISTANT | {"train_detail": [{"a": 1}]}]}, "turn 1 has train_detail"),
         ({"messages": TALK, "chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),
         ({"messages": TALK, "chat_template_kwargs": {"tokenize": True}}, "holds 'tokenize'"),
@@ -181,7 +197,14 @@ def test_a_format_is_found_and_read(row: dict[str, Any], kind: str, expected: An
         ({"Instruction": "a", "Output": "b"}, "The column 'Instruction' looks like 'instruction'"),
         ({"chosen": "a", "rejected": "b"}, "looks like a preference pair"),
         ({"prompt": "a", "completion": "b", "label": False}, "looks like a completion with a rating"),
+        ({"prompt": "a", "completion": "b", "label": 0}, "looks like a completion with a rating"),
+        ({"prompt": "a", "response": "b", "label": "True"}, "looks like a completion with a rating"),
+        ({"instruction": "a", "output": "b", "kto_tag": False}, "looks like a completion with a rating"),
+        ({"messages": TALK, "kto_tag": True}, "looks like a completion with a rating"),
         ({"role": "user", "content": "b"}, "looks like a single turn"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "label_mask": [0, 1]}, "'label_mask'; masks are completion_mask, "),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1], "prompt_mask": [1, 0]}, "'prompt_mask'; masks are"),
+        ({"input_ids": [1, 2], "attention_masks": [1, 1]}, "'attention_masks'; did you mean 'attention_mask'"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_in_its_own_words(row: dict[str, Any], reason: str) -> None:
@@ -233,6 +256,14 @@ def test_turns_that_are_given_are_not_learned() -> None:
     encode = RowEncoder(lambda: tokenizer, None, len(tokenizer))
     tokens = encode(Conversation([*TALK, USER, ASSISTANT | {"content": "Fine."}], learned=(3,)))
     assert tokenizer.decode(tokens.input_ids[tokens.labels != -100]) == "Fine.<|im_end|>\n"
+
+
+def test_a_turn_of_a_completion_that_is_given_stays_so_where_every_turn_is_learned() -> None:
+    tokenizer = make_tokenizer()
+    row = read({"prompt": [USER], "completion": [ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"content": "Fine."}]})
+    tokens = RowEncoder(lambda: tokenizer, None, len(tokenizer), "all_turns")(row)
+    learned = tokenizer.decode(tokens.input_ids[tokens.labels != -100])
+    assert learned == "Why?<|im_end|>\nWhy?<|im_end|>\nFine.<|im_end|>\n"
 
 
 def test_settings_of_a_row_reach_its_template() -> None:

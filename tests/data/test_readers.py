@@ -96,6 +96,8 @@ def test_a_pattern_stands_for_its_files_and_a_file_of_that_very_name_for_itself(
     assert names("**/*.jsonl") == ["b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
     write(tmp_path / "b" / "[1].jsonl", [{"text": "x"}])
     assert names("b/[1].jsonl") == ["b/[1].jsonl"]
+    write(tmp_path / "c" / "0.jsonl", [{"text": "y"}])
+    assert names("c/*") == ["c/0.jsonl", "c/d/3.jsonl"], "a folder stands for its files here, too"
     with pytest.raises(ConfigError, match="there is no such data file"):
         files_of(tmp_path / "b" / "*.csv")
     assert [row.file for row in load_texts(tmp_path / "b" / "?.jsonl")] == [
