@@ -64,3 +64,13 @@ class LaunchError(ShardwiseError):
     """A rank that died, or a job that could not be started."""
 
     exit_code = 3
+
+
+def require(condition: object, value: str, rule: str, remedy: str) -> None:
+    """Refuse ``value`` where a condition does not hold.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not condition:
+        raise ConfigError(value, rule, remedy)

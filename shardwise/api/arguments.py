@@ -12,8 +12,8 @@ from shardwise.api.messages import unknown
 from shardwise.config import STRATEGY_KEYS
 from shardwise.errors import ConfigError
 from shardwise.spec.aliases import put
+from shardwise.spec.keys import known_keys
 from shardwise.spec.learning_rate import SETTINGS
-from shardwise.spec.rules import known_keys
 from shardwise.spec.strategy import filling_micro_batch_size
 
 _DEFAULT_PER_DEVICE_ROWS = 8  # Hugging Face's, where only the accumulation is given

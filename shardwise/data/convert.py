@@ -7,15 +7,11 @@ from typing import Any
 from shardwise.data.detect import pair_columns, text_column, turns_column
 from shardwise.data.format import BadRow, Conversation, Format, Sample, Text, read_tokens
 from shardwise.data.speakers import Message, listed, parsed, read_turns
+from shardwise.spec.template import OWN_SETTINGS
 
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _CONTEXT_COLUMNS = ("input", "context")  # what a question is about
 SETTINGS_COLUMN = "chat_template_kwargs"
-# What a chat template is given by whoever calls it.
-_OWN_SETTINGS = (
-    *("messages", "conversation", "tools", "chat_template"),
-    *("tokenize", "return_dict", "add_generation_prompt", "continue_final_message"),
-)
 
 
 def read_row(value: dict[str, Any], kind: Format, vocab_size: int, max_positions: int | None) -> Sample:
@@ -85,7 +81,7 @@ def _settings(value: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(settings, dict):
         raise BadRow(f"{SETTINGS_COLUMN} is a {type(settings).__name__}, expected an object")
-    wrong = next((key for key in settings if key in _OWN_SETTINGS), None)
+    wrong = next((key for key in settings if key in OWN_SETTINGS), None)
     if wrong is not None:
         raise BadRow(f"{SETTINGS_COLUMN} holds {wrong!r}, which is not for a row to say")
     return settings

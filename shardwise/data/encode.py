@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -90,6 +90,7 @@ class RowEncoder:
         template: a chat template; None takes the tokenizer's own.
         vocab_size: rows of the model's embedding; every id is below it.
         loss: what is supervised, ``data.loss``.
+        settings: what every row gives to the chat template, ``data.chat_template_kwargs``; a row's own come first.
 
     Attributes:
         notes: what is to be said, once, of how rows are read; who says it takes it out.
@@ -101,8 +102,10 @@ class RowEncoder:
         template: str | None,
         vocab_size: int,
         loss: str = "assistant",
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._load, self._template, self._vocab_size, self._loss = tokenizer, template, vocab_size, loss
+        self._settings = dict(settings or {})
         self.notes: list[str] = []
 
     def __call__(self, row: Sample) -> Tokens:
@@ -152,7 +155,8 @@ class RowEncoder:
     def _turns(self, row: Conversation) -> dict[str, Any]:
         """A conversation as its encoders take it; where every turn is learned, a prompt is too."""
         learned = row.unflagged if row.is_completion and self._loss == "all_turns" else row.learned
-        return {"messages": row.messages, "tools": row.tools, "learned": learned, "settings": row.settings}
+        settings = self._settings | (row.settings or {})
+        return {"messages": row.messages, "tools": row.tools, "learned": learned, "settings": settings}
 
     def _check(self, tokens: Tokens) -> None:
         """Refuse an id that the model does not have; where it has all of the tokenizer's none is looked at."""

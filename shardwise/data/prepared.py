@@ -73,7 +73,7 @@ def key_of(source: Source, cache: Path | None = None) -> str:
     settings["on_long"] = "drop" if source.run.data.on_long == "refuse" else source.run.data.on_long
     template = None if source.run.chat_template is None else template_text(source.run.chat_template)
     sizes = [source.vocab_size, source.max_positions, source.max_samples]
-    versions = [version("transformers"), version("tokenizers"), code_hash(("data", "models"))]
+    versions = [version("transformers"), version("tokenizers"), code_hash(("data", "models", "spec"))]
     digest.update(json.dumps([settings, template, sizes, versions], sort_keys=True).encode())
     for file in [*_tokenizer_files(local(tokenizer_folder(source))), *files_of(source.path)]:
         digest.update(f"\0{file}\0".encode("utf-8", "surrogateescape"))

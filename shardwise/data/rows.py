@@ -111,7 +111,8 @@ class Source:
 
     def encoder(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> RowEncoder:
         """What makes tokens of its rows."""
-        return RowEncoder(tokenizer, self.run.chat_template, self.vocab_size, self.run.data.loss)
+        data = self.run.data
+        return RowEncoder(tokenizer, self.run.chat_template, self.vocab_size, data.loss, data.chat_template_kwargs)
 
 
 def load_rows(

@@ -24,10 +24,11 @@ from shardwise.spec.aliases import translate
 from shardwise.spec.data_files import data_folder, named_paths
 from shardwise.spec.filled import filled_keys
 from shardwise.spec.given_plan import with_given_plan
+from shardwise.spec.keys import get
 from shardwise.spec.model import ModelSpec, check_weights
 from shardwise.spec.paths import check_path, local_path
 from shardwise.spec.plan import DeviceType, Plan
-from shardwise.spec.rules import get, parse_run
+from shardwise.spec.rules import parse_run
 from shardwise.spec.run import LoraConfig, RunConfig, Sources, data_paths, data_sources, tracker_names
 from shardwise.spec.strategy import Strategy, resolve
 from shardwise.spec.template import template_text

@@ -10,9 +10,9 @@ from shardwise.errors import ConfigError
 from shardwise.files import is_draft, remove_drafts, replace_text
 from shardwise.launch.lock import claim
 from shardwise.launch.place import Nodes
+from shardwise.spec.keys import get
 from shardwise.spec.paths import is_path, local_path
 from shardwise.spec.plan import Plan
-from shardwise.spec.rules import get
 from shardwise.spec.run import RunConfig, data_paths, dump_run
 from shardwise.train.previous import HEADER, put_back, results_in, set_aside
 

@@ -10,7 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from shardwise.spec.aliases import KEYS, SECTION
-from shardwise.spec.rules import get
+from shardwise.spec.keys import get
 from shardwise.spec.run import RunConfig
 
 _DEGREES = tuple(f"strategy.{name}" for name in ("pp", "tp", "dp_replicate", "dp_shard"))

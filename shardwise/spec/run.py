@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     NonNegativeFloat,
     ValidationInfo,
     field_validator,
@@ -81,6 +82,7 @@ class DataConfig(_Section):
     max_samples: PositiveInt | None = None
     format: DataFormat = "auto"
     columns: Columns = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None  # a row's own come first
     max_length: PositiveInt | None = None
     on_long: Literal["refuse", "truncate", "drop", "split"] = "refuse"
     loss: Literal["assistant", "last_turn", "all_turns", "text"] = "assistant"

@@ -1,10 +1,17 @@
-"""The key ``chat_template``: a file, or the text of a template itself. Imports no torch."""
+"""Chat templates as they are given: a file, or the text itself, and what a template is told. Imports no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+
+# Arguments of apply_chat_template that the code which calls it sets; all others reach the template.
+OWN_SETTINGS = (
+    *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    *("return_dict", "return_tensors", "return_assistant_tokens_mask"),
+)
 
 
 def template_text(template: str) -> str:

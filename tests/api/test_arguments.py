@@ -16,7 +16,8 @@ from shardwise.api.fields import HARMLESS, HONOURED, REFUSED
 from shardwise.api.trainer import Trainer
 from shardwise.errors import ConfigError
 from shardwise.launch.place import PRESETS
-from shardwise.spec.rules import known_keys, parse_run
+from shardwise.spec.keys import known_keys
+from shardwise.spec.rules import parse_run
 
 
 def tree(batch_size: int | None = None, micro_batch_num: int | None = None, **given: Any) -> dict[str, Any]:

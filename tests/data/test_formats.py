@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from shardwise.data.columns import renamed
 from shardwise.data.convert import read_row, unused_columns
 from shardwise.data.detect import check_format, format_of
 from shardwise.data.encode import RowEncoder
 from shardwise.data.format import BadRow, Conversation, Sample, Text
+from shardwise.spec.template import OWN_SETTINGS
 from tests.data.helpers import make_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -277,6 +280,15 @@ def test_settings_of_a_row_reach_its_template() -> None:
     )
     told = [tokenizer.decode(row.labels[row.labels != -100]) for row in (plain, calm, again)]  # type: ignore[union-attr]
     assert told == ["So.<|im_end|>", "So.<|im_end|>~", "So.<|im_end|>"]
+    all_calm = RowEncoder(lambda: tokenizer, None, len(tokenizer), settings={"calm": True})
+    rows = all_calm.many([Conversation(TALK), Conversation(TALK, settings={"calm": False})])
+    told = [tokenizer.decode(row.labels[row.labels != -100]) for row in rows]  # type: ignore[union-attr]
+    assert told == ["So.<|im_end|>~", "So.<|im_end|>"], "those of a run are for all rows, and a row's own come first"
+
+
+def test_settings_that_are_not_for_a_row_are_all_the_arguments_of_the_call() -> None:
+    arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    assert arguments - {"self", "kwargs", "documents"} == set(OWN_SETTINGS) - {"messages"}
 
 
 def test_pieces_and_completions_are_learned_alike_together_and_alone() -> None:

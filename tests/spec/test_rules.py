@@ -9,7 +9,8 @@ import pytest
 
 from shardwise.config import NOT_AVAILABLE, apply_overrides, load_yaml
 from shardwise.errors import ConfigError
-from shardwise.spec.rules import known_keys, parse_run
+from shardwise.spec.keys import known_keys
+from shardwise.spec.rules import parse_run
 from shardwise.spec.run import RunConfig, dump_run
 
 
@@ -116,6 +117,7 @@ def test_neutral_values_of_such_keys_are_accepted() -> None:
         ("data.format=shargpt", ["data.format = 'shargpt'", "sharegpt?"]),
         ("data.columns.promt=q", ["data.columns = {promt: q}", "no name of a column", "prompt?"]),
         ("data.train=[{path: a, columns: {x: q}}]", ["columns of a in data.train"]),
+        ("data.chat_template_kwargs.tokenize=true", ["{tokenize: True}", "not for a run to say"]),
         ("data.train=[]", ["data.train = []", "no source"]),
         ("data.train=[{path: a, weight: 1}, b]", ["weights [1.0, None]", "all sources"]),
         ("data.train=[{path: a, wieght: 1}]", ["data.train[0]", "unknown key"]),

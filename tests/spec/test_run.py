@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shardwise.spec.rules import get, known_keys
+from shardwise.spec.keys import get, known_keys
 from shardwise.spec.run import LoraConfig, RunConfig, SaveConfig, StrategyConfig, dump_run
 
 DEFAULTS: dict[str, Any] = {
