@@ -23,7 +23,7 @@ from shardwise.config import load_yaml
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import forkserver
 from shardwise.launch.culprit import Culprit, find_culprit, read_deaths, read_errors, write_deaths
-from shardwise.launch.machines import Machines
+from shardwise.launch.machines import CameBackError, Machines
 from shardwise.launch.nodes import local_processes
 from shardwise.launch.place import DEFAULT_TARGET, Nodes
 from shardwise.launch.restarts import run_with_restarts
@@ -55,12 +55,14 @@ class Outcome:
     """How a job ended: the end of ``status.json``, and the message for the user (None: nothing to say).
 
     ``may_restart``: another attempt may go better; ``failed_at`` is when it failed, in seconds since 1970.
+    ``follows``: the attempt after which this launcher came, in the place of one that had died; None: it was there.
     """
 
     changes: Changes
     message: str | None = None
     may_restart: bool = False
     failed_at: float = 0.0
+    follows: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -253,6 +255,10 @@ def _run(work: Work, num_local: int, listener: StopListener, restart: Restart | 
                 if listener.signal_name:
                     return _stopped(listener.signal_name)
                 result = elastic.run_workers(work, num_local, listener, restart)
+    except CameBackError as error:
+        message = f"machine {work.nodes.rank} came back after its launcher had died"
+        changes: Changes = {"state": "failed", "exit_code": LaunchError.exit_code, "rank": None, "error": message}
+        return Outcome(changes, message, True, time.time(), error.attempt)
     except ShardwiseError as error:
         state = "refused" if error.exit_code == ShardwiseError.exit_code else "failed"
         return Outcome({"state": state, "exit_code": error.exit_code, "error": str(error)}, str(error))

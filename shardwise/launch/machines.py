@@ -21,6 +21,16 @@ from shardwise.train.context import Restart
 _WORD_SECONDS = 30.0 + ANSWER_SECONDS
 _PLAN_SECONDS = 600.0  # in which machine 0 may plan for fewer devices, before it tells what it has decided
 _STEP_SECONDS = 0.1
+# From the death of a launcher, whose workers go with it, to the word of another that theirs have failed of it.
+_BACK_SECONDS = 20.0
+
+
+class CameBackError(Exception):
+    """This launcher takes the place of one that has died, in a job whose ``attempt`` has failed of that."""
+
+    def __init__(self, attempt: int) -> None:
+        super().__init__(attempt)
+        self.attempt = attempt
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,23 @@ class Machines:
     def __init__(self) -> None:
         self.store: Any = None
         self.attempt_store: Any = None
+
+    def begin(self, attempt: int) -> None:
+        """Say on machine 0 which attempt begins, to those that come later."""
+        self.store.set("attempt", str(attempt))
+
+    def check_back(self, rank: int) -> None:
+        """Look whether a launcher whose number was here before takes the place of one that has died.
+
+        Raises:
+            CameBackError: it does.
+        """
+        if not self.store.check(["attempt"]):
+            return
+        attempt = int(self.store.get("attempt"))
+        alive = _wait(lambda: [] if self.store.check([f"failed/{attempt}"]) else [rank], _BACK_SECONDS)
+        if not alive and not self.store.check([f"word/{attempt}/{rank}"]):
+            raise CameBackError(attempt)
 
     def tell_failure(self, attempt: int) -> None:
         """Let the launchers of the other machines know that workers of this one have failed."""

@@ -67,6 +67,7 @@ class Meeting(StaticTCPRendezvous):
 
         Raises:
             ConfigError: two machines with one number, or machines that were told different things.
+            CameBackError: this one was here before, and its launcher has died.
             LaunchError: not all came in time.
             InterruptedMeetingError: a signal came first.
         """
@@ -76,6 +77,9 @@ class Meeting(StaticTCPRendezvous):
         if not self._attempt:
             self._machines.store = store
         if store.add(f"machine/{self.rank}/count", 1) > 1:
+            if not self._attempt:
+                say(f"machine {self.rank} of this job was here before; waiting whether the job has failed of its end")
+                self._machines.check_back(self.rank)
             rule = "another machine of this job has the same number"
             raise ConfigError(f"node_rank = {self.rank}", rule, "Give each its own, from 0")
         store.set(f"machine/{self.rank}", self._told)
@@ -87,6 +91,8 @@ class Meeting(StaticTCPRendezvous):
                 rule = f"machine {rank} was told {told}"
                 raise ConfigError(f"machine {self.rank} with {self._told}", rule, "Start all with the same command")
         where = RendezvousStoreInfo(self.master_addr, self.master_port)
+        if self.rank == 0 and self._machines.store is not None:
+            self._machines.begin(self._attempt)
         return RendezvousInfo(PrefixStore(_RUN_ID, store), self.rank, self.world_size, where)
 
     def _open(self) -> TCPStore:

@@ -36,7 +36,8 @@ def run_with_restarts(work: Work, attempt: Attempt, interrupted: Callable[[], bo
     restart: Restart | None = None
     while True:
         outcome = attempt(work, restart)
-        agreed = _following(work, outcome, (restart.number if restart else 0) + 1, interrupted)
+        failed = (restart.number if restart else 0) if outcome.follows is None else outcome.follows
+        agreed = _following(work, outcome, failed + 1, interrupted)
         restart, refusal = agreed.restart, agreed.refusal
         if restart is None:
             return replace(outcome, message=f"{outcome.message}\nno restart: {refusal}") if refusal else outcome

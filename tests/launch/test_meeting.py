@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, HashStore
 
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import machines as machines_module
 from shardwise.launch import meeting
 from shardwise.launch.alive import ANSWER_SECONDS
 from shardwise.launch.beacon import _open, beacon
-from shardwise.launch.machines import Agreement, Machines, Word
+from shardwise.launch.machines import Agreement, CameBackError, Machines, Word
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
 from shardwise.train.context import Restart
@@ -83,6 +83,23 @@ def test_two_machines_with_one_number_are_refused() -> None:
     again = Meeting(Nodes(3, 1, endpoint), "devices = 4", stop.is_set)
     results = meet([waiting, other, again], stop)  # the others would wait for machine 2
     assert sum(isinstance(result, ConfigError) and "node_rank = 1" in str(result) for result in results) == 1
+
+
+def test_who_comes_back_is_told_from_who_has_anothers_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the place of one whose job has failed and who has not said a word of it."""
+    monkeypatch.setattr(machines_module, "_BACK_SECONDS", 0.2)
+    here, there = Machines(), Machines()
+    here.store = there.store = HashStore()
+    there.check_back(1)  # nothing has begun
+    here.begin(0)
+    there.check_back(1)  # all are at work
+    here.begin(2)
+    here.tell_failure(2)
+    with pytest.raises(CameBackError) as came:
+        there.check_back(1)
+    assert came.value.attempt == 2
+    here.store.set("word/2/1", "{}")
+    there.check_back(1)  # machine 1 lives, and has said its word
 
 
 @pytest.mark.parametrize("rank", [0, 1])
