@@ -20,6 +20,7 @@ from tests.architectures.tensor import (
     TensorFinding,
     verdict,
 )
+from tests.architectures.true_sizes import FIRST, OFFERED, UNCOUNTED
 
 EXACT, REPEATED = "exact", "do not run once each"
 NOT_EXAMINED = "not examined"
@@ -37,6 +38,7 @@ class Row:
         causal: whether a token's logits are independent of what follows it: a decoder.
         tensor: one of the verdicts of :mod:`tests.architectures.tensor`; ``why`` it is not split.
         whole, moved: of the table, on two ranks; those of the published plan likewise, None where none is published.
+        true_sizes: which table stands for the published plan at the sizes of the real model.
         offered: whether an alternative of the search leaves no more whole and moves no more than the published plan,
             where the table does not; ``offered_whole``, ``offered_moved``: of that.
         seconds: of CPU, for the search of one kind of block.
@@ -53,6 +55,7 @@ class Row:
     published: bool = True
     published_whole: float = 0.0
     published_moved: float = 0.0
+    true_sizes: str = UNCOUNTED
     offered: bool = False
     offered_whole: float = 0.0
     offered_moved: float = 0.0
@@ -94,6 +97,7 @@ def with_split(row: Row, split: dict[str, Any]) -> Row:
         published=found.published is not None,
         published_whole=round(theirs.whole, 4),
         published_moved=theirs.moved,
+        true_sizes=found.true_sizes,
         offered=found.offered is not None,
         offered_whole=round(other.whole, 4),
         offered_moved=other.moved,
@@ -117,6 +121,8 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
         "builds": (sum(row.builds == "ok" for row in rows.values()), len(rows)),
         "published": (sum(row.tensor in (SAME, CHEAPER) for row in published), len(published)),
         "offered": (sum(row.offered or row.tensor in (SAME, CHEAPER) for row in published), len(published)),
+        "true sizes": (sum(row.true_sizes in (FIRST, OFFERED) for row in published), len(published)),
+        "first at true sizes": (sum(row.true_sizes == FIRST for row in published), len(published)),
         "no more whole": (sum(row.tensor in (SAME, CHEAPER, TRADE) for row in published), len(published)),
         "none published": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
         "pipeline": (sum(row.pipeline == EXACT for row in counted) + len(repeated), len(counted)),

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.architectures.processes import in_processes
 from tests.architectures.survey import architectures, default_config
+from tests.architectures.true_sizes import FIRST, UNCOUNTED, at_true_sizes
 
 TIME_LIMIT = 600.0  # on a machine that does other things too
 
@@ -42,6 +43,8 @@ class TensorFinding:
         published: None where none is published; ``published_result`` tells whether it is right.
         offered: where ours leaves less whole and moves more: an alternative, right on the executed ranks, that does
             neither leave nor move more than the published plan; None where there is none.
+        true_sizes: which table neither leaves nor moves more than the published plan at the sizes of the real model:
+            one of :mod:`tests.architectures.true_sizes`.
     """
 
     name: str
@@ -52,6 +55,7 @@ class TensorFinding:
     published: Count | None = None
     published_result: str = ""
     offered: Count | None = None
+    true_sizes: str = UNCOUNTED
     styles: dict[str, str] = field(default_factory=dict)
     published_styles: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -76,7 +80,7 @@ def examine(name: str, degree: int = 2) -> TensorFinding:
         real = AutoModelForCausalLM.from_config(config)
     try:
         small = _small(shrink(config, degree=degree), build_small)
-        table, own = timed_search(finding, real, small, degree)
+        search, table, own = timed_search(finding, real, small, degree)
     except Exception as error:  # whatever a foreign forward raises
         finding.result = " ".join(f"{getattr(error, 'rule', '') or type(error).__name__ + ': ' + str(error)}".split())
         _publishes(finding, real)
@@ -87,7 +91,12 @@ def examine(name: str, degree: int = 2) -> TensorFinding:
     finding.refused = dict(table.refused)
     want = reference(small)
     finding.own = count(small, structure, own, want)
-    _compare_with_published(finding, small, structure, own, want)
+    theirs = _compare_with_published(finding, small, structure, own, want)
+    if finding.same:
+        finding.true_sizes = FIRST  # one table at every size
+    elif finding.published is not None and finding.published_result == "right":
+        beyond, tokens = finding.published.moved - finding.own.moved, want.logits.shape[:2].numel()
+        finding.true_sizes = at_true_sizes(search, own, theirs, beyond, tokens)
     if finding.published is not None and verdict(finding) not in (SAME, CHEAPER):
         _look_at_offered(finding, small, degree, want)
     return finding
@@ -107,15 +116,15 @@ def _small(config: Any, build: Any) -> Any:
     return small
 
 
-def timed_search(finding: Any, real: Any, small: Any, degree: int) -> tuple[Any, Any]:
-    """The search, its table and the same on the small copy; notes CPU seconds for a kind of block."""
+def timed_search(finding: Any, real: Any, small: Any, degree: int) -> tuple[Any, Any, Any]:
+    """The search, its table, and the same on the small copy; notes CPU seconds for a kind of block."""
     from shardwise.tensor.find import TableSearch
 
     start = time.process_time()
     search = TableSearch(real, small, degree)
     table, own = search.tables()
     finding.seconds = round((time.process_time() - start) / max(len(search.kinds), 1), 2)
-    return table, own
+    return search, table, own
 
 
 def _publishes(finding: TensorFinding, model: Any) -> None:
@@ -127,15 +136,15 @@ def _publishes(finding: TensorFinding, model: Any) -> None:
         finding.published, finding.published_result = Count(), "not run"
 
 
-def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, own: Any, want: Any) -> None:
-    """Run the published plan on the same ranks, and count the same things."""
+def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, own: Any, want: Any) -> Any:
+    """Run the published plan on the same ranks, and count the same things; its table on the small copy."""
     from shardwise.spec.tolerance import PROOF
     from shardwise.tensor.simulate import compare
     from tests.architectures.published import published_table
 
     theirs, unknown = published_table(small, structure, own)
     if theirs is None:
-        return
+        return None
     finding.published_styles = {k: v.style.value for k, v in theirs.modules.items()}
     finding.same = finding.styles == finding.published_styles
     finding.published = Count(whole_share(small, structure, theirs))
@@ -143,12 +152,13 @@ def _compare_with_published(finding: TensorFinding, small: Any, structure: Any, 
         difference = compare(small, theirs, want)
     except Exception as error:
         finding.published_result = " ".join(f"does not run: {type(error).__name__}: {error}".split())[:200]
-        return
+        return theirs
     finding.published.moved = sum(difference.moved.values())
     right = difference.error <= PROOF
     finding.published_result = "right" if right else f"differs by {difference.error:.1e} at {difference.where}"
     if unknown:
         finding.published_result += f", without {sorted(unknown)}"
+    return theirs
 
 
 def _look_at_offered(finding: TensorFinding, small: Any, degree: int, want: Any) -> None:

@@ -22,6 +22,8 @@ BARS = [
     # one of the others that the search offers has to stand for them.
     ("published", 0.69),
     ("offered", 0.95),
+    ("true sizes", 0.95),
+    ("first at true sizes", 0.68),
     ("no more whole", 0.95),
     ("none published", 0.90),
     ("pipeline", 0.95),
