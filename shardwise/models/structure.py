@@ -33,14 +33,18 @@ class Structure:
     kinds: tuple[int, ...] = ()
 
 
-def find_structure(model: nn.Module) -> Structure:
+def find_structure(model: nn.Module, like: Structure | None = None) -> Structure:
     """The structure of a model that has a token embedding, one list of blocks and a head.
+
+    Args:
+        like: that of a smaller copy of the same class, whose blocks have the same name: a pass of all layers, in which
+            it would be found, may take seconds.
 
     Raises:
         PlanError: the model has no list of blocks, no embedding or no head.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = find_blocks(model)
+    blocks = like.blocks if like is not None else find_blocks(model)
     embedding, head = find_ends(model)
     if blocks is None or embedding is None or head is None:
         missing = "list of blocks" if blocks is None else "token embedding" if embedding is None else "head"

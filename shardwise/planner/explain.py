@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ _SMALL = 0.002  # of a step: differences below are not told
 
 def answer(job: Job, found: Found) -> dict[str, Any]:
     """What `shardwise plan --json` gives."""
+    others = under_other_tables(job, found.plans[0])
     return {
         "schema": 1,
         "model": job.costs.name,
@@ -39,8 +40,8 @@ def answer(job: Job, found: Found) -> dict[str, Any]:
             {"strategy": dict(one.example), "rule": one.rule, "detail": one.detail, "number": one.number}
             for one in found.rejected
         ],
-        "why": why(job, found),
-        "tables": _tables(job, found.plans[0]),
+        "why": why(job, found, others),
+        "tables": _tables(found.plans[0], others),
         "batch": batch_equation(job, found.plans[0].candidate),
         "placement": placement(job, found.plans[0].candidate),
         "legal_degrees": legal_degrees(job),
@@ -67,16 +68,17 @@ def _plan(job: Job, plan: Planned, rank: int) -> dict[str, Any]:
     }
 
 
-def _tables(job: Job, first: Planned) -> list[dict[str, Any]]:
+def _tables(first: Planned, others: Sequence[UnderTable]) -> list[dict[str, Any]]:
     """The first plan under each choice of tables that its model offers at its degree, the chosen one first."""
-    others = under_other_tables(job, first)
     if not others:
         return []
-    chosen = UnderTable(first.candidate.tp_whole, first, first.estimate.memory_bytes)
+    sequence = first.candidate.sequence_parallel
+    chosen = UnderTable(first.candidate.tp_whole, first, first.estimate.memory_bytes, sequence)
     return [
         {
             "tp_whole": one.tp_whole,
             "chosen": one is chosen,
+            "sequence_parallel": one.sequence_parallel,
             "fits": one.plan is not None,
             "step_seconds": one.plan.step_seconds if one.plan else None,
             "memory_bytes": one.plan.estimate.memory_bytes if one.plan else one.need_bytes,
@@ -86,12 +88,13 @@ def _tables(job: Job, first: Planned) -> list[dict[str, Any]]:
     ]
 
 
-def table_lines(job: Job, first: Planned) -> list[str]:
+def table_lines(first: Planned, others: Sequence[UnderTable]) -> list[str]:
     """Which tables the tensor axis of a plan takes, and what the others that its model offers would cost."""
     lines = []
-    for other in under_other_tables(job, first):
+    for other in others:
         words = f"under {name_of(other.tp_whole)}"
-        words += ", without sequence parallel," if _gives_up_sequence(first, other) else ""
+        given_up = first.candidate.sequence_parallel and not other.sequence_parallel
+        words += ", without sequence parallel," if given_up else ""
         if other.plan is None:
             lines.append(f"{words} it does not fit: {format_bytes(other.need_bytes)} of a device")
         else:
@@ -101,18 +104,19 @@ def table_lines(job: Job, first: Planned) -> list[str]:
     return lines and [f"tp by {name_of(first.candidate.tp_whole)}; " + lines[0], *lines[1:]]
 
 
-def _gives_up_sequence(first: Planned, other: UnderTable) -> bool:
-    return first.candidate.sequence_parallel and not (other.plan and other.plan.candidate.sequence_parallel)
+def why(job: Job, found: Found, others: Sequence[UnderTable] | None = None) -> list[str]:
+    """Sentences: what the first plan spends its time on, and by what each other one loses.
 
-
-def why(job: Job, found: Found) -> list[str]:
-    """Sentences: what the first plan spends its time on, and by what each other one loses."""
+    Args:
+        others: the first plan under the other tables, where they have been judged.
+    """
     first = found.plans[0]
+    others = under_other_tables(job, first) if others is None else others
     terms = sorted(first.estimate.time_terms.items(), key=lambda term: -term[1])
     parts = ", ".join(f"{name} {value / first.step_seconds:.0%}" for name, value in terms[:4] if value)
     sentences = [f"{first.candidate}: of {first.step_seconds:.3g} s a step, {parts}"]
     sentences += [f"{_apart(first.candidate, other.candidate)} {loss(first, other)}" for other in found.plans[1:2]]
-    sentences += table_lines(job, first)
+    sentences += table_lines(first, others)
     if first.candidate.devices < job.devices:
         left = job.devices - first.candidate.devices
         some = f"{left} of {job.devices} devices stay{'s' if left == 1 else ''} idle"

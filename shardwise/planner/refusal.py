@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
+from shardwise.planner.adapters import Lora, adapted, adapter_parameters
 from shardwise.planner.job import USABLE_MEMORY, Candidate, Job, without
 from shardwise.planner.refine import refine
 from shardwise.planner.space import divisors, enumerate_space
@@ -36,7 +37,8 @@ def no_plan(job: Job, sweep: Sweep) -> PlanError:
         more = [f"Or free memory of the machine: {format_bytes(need / USABLE_MEMORY * job.devices)} in all"]
     else:
         more = [_more_devices(job), f"Or take devices of {format_bytes(need / USABLE_MEMORY)}"]
-    return PlanError(value, rule, ". ".join(change for change in (_freed(job), _smaller(job), *more) if change))
+    changes = (_freed(job), _smaller(job), _adapters(job), *more)
+    return PlanError(value, rule, ". ".join(change for change in changes if change))
 
 
 def _freed(job: Job) -> str:
@@ -60,6 +62,17 @@ def _smaller(job: Job) -> str:
         return f"It fits with train.global_batch_size={found.rows}"
     found = _first(replace(job, work=replace(job.work, sequence=tokens)) for tokens in _halves(job.work.sequence))
     return "" if found is None else f"It fits with data.max_length={found.work.sequence}"
+
+
+def _adapters(job: Job) -> str:
+    """Nothing trained but adapters, where the whole model was to be."""
+    if adapter_parameters(job.costs) is not None:
+        return ""
+    try:
+        fits = fitting(replace(job, costs=adapted(job.costs, Lora()))) is not None
+    except ConfigError:  # no layer could have one
+        return ""
+    return "It fits with adapters in place of all weights: use_lora=true" if fits else ""
 
 
 def _halves(tokens: int) -> Iterator[int]:

@@ -15,11 +15,13 @@ class UnderTable:
     Args:
         plan: None where it does not fit.
         need_bytes: of the fullest device, of the cut that needs least.
+        sequence_parallel: whether the residual stream is cut along the sequence, as in the chosen plan where it can be.
     """
 
     tp_whole: float | None
     plan: Planned | None
     need_bytes: float
+    sequence_parallel: bool
 
 
 def under_other_tables(job: Job, chosen: Planned) -> list[UnderTable]:
@@ -41,7 +43,7 @@ def under_other_tables(job: Job, chosen: Planned) -> list[UnderTable]:
             continue
         other = replace(candidate, tp_whole=whole, sequence_parallel=sequence, stages=(), recomputed=-1)
         plan, need = refine(job, other)
-        found.append(UnderTable(whole, plan, need))
+        found.append(UnderTable(whole, plan, need, sequence))
     return found
 
 

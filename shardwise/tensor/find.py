@@ -23,7 +23,7 @@ from shardwise.tensor.real_parts import real_sizes
 from shardwise.tensor.regions import Region, find_regions
 from shardwise.tensor.search import Mode, Problem, Sizes, solve
 from shardwise.tensor.sequence import REMEDY, VALUE, gather_points, solve_sliced, uneven_length
-from shardwise.tensor.simulate import Reference, compare, reference, reference_of
+from shardwise.tensor.simulate import Reference, compare, reference, reference_of, runs
 from shardwise.tensor.table import LocalValue, ModuleSplit, ShardingTable, Style
 from shardwise.tensor.trace import BlockTrace, Product, is_linear, trace_blocks
 from shardwise.tensor.values import candidate_sets, read_numbers
@@ -68,14 +68,16 @@ class TableSearch:
 
     def __init__(self, model: nn.Module, small: nn.Module, degree: int) -> None:
         self.model, self.small, self.degree = model, small, degree
-        self._structure, self._small_structure = find_structure(model), find_structure(small)
+        self._small_structure = find_structure(small)
+        self._structure = find_structure(model, like=self._small_structure)
         self._want = reference(small)
         self._sizes = {signature(block): block for block in model.get_submodule(self._structure.blocks)}
         self.kinds: dict[Signature, Kind] = {}
         for trace in trace_blocks(small, self._small_structure.blocks):
             key = signature(trace.module)
             if key not in self.kinds and key in self._sizes:
-                self.kinds[key] = _find_kind(small, trace, self._sizes[key], degree, self._want)
+                trials = _Trials(small, self._small_structure, self._want)
+                self.kinds[key] = _find_kind(trace, self._sizes[key], degree, trials)
 
     def tables(self, *, sequence: bool = False, whole: float | None = None) -> tuple[ShardingTable, ShardingTable]:
         """The table of the model, and the same choices on the small copy, where they were proven.
@@ -180,33 +182,41 @@ def _ends(model: nn.Module, structure: Structure) -> dict[str, ModuleSplit]:
     return {} if structure.tied and len(ends) < 2 else ends
 
 
-def _find_kind(small: nn.Module, trace: BlockTrace, real: nn.Module, degree: int, want: Reference) -> Kind:
+def _find_kind(trace: BlockTrace, real: nn.Module, degree: int, trials: _Trials) -> Kind:
     """Solve a block, try what was found, and solve again without what did not run."""
-    regions = find_regions(small, trace, degree)
+    regions = find_regions(trials.small, trace, degree)
     cuts = {
         p.name: found
         for p in trace.products
         if not p.is_linear and (found := find_expert_cuts(p.module, p.args, p.kwargs, degree)) is not None
     }
     problem = _problem(trace, regions, cuts, real, degree)
-    trials = _Trials(small, want)
     values = _numbers_of_regions(trace, problem, trials)
     if not _right_together(trace, problem, values, trials):
-        values = _numbers_of_regions(trace, problem, replace(trials, one_by_one=True))
+        values = _numbers_of_regions(trace, problem, replace(trials, one_by_one=True), values)
     for index, region in enumerate(regions):
         if region.splittable and not region.is_residual:
             region.splittable = index in values
     return Kind(trace.name, trace, problem, cuts, values, solve(problem))
 
 
-def _numbers_of_regions(trace: BlockTrace, problem: Problem, trials: _Trials) -> dict[int, Numbers]:
-    """The numbers of each region whose split was right when it was tried, by its place among the regions."""
-    tried = {
-        index: _try_region(trace, problem, index, trials.of_block(trace))
-        for index, region in enumerate(problem.regions)
-        if region.splittable and not region.is_residual
-    }
-    return {index: numbers for index, numbers in tried.items() if numbers is not None}
+def _numbers_of_regions(
+    trace: BlockTrace, problem: Problem, trials: _Trials, known: Mapping[int, Numbers] | None = None
+) -> dict[int, Numbers]:
+    """The numbers of each region whose split was right when it was tried, by its place among the regions.
+
+    Args:
+        known: of the regions that were right in the block alone; the others are in no model.
+    """
+    tried = {}
+    for index, region in enumerate(problem.regions):
+        if not region.splittable or region.is_residual or (known is not None and index not in known):
+            continue
+        is_right = known is not None and _right_together(trace, problem, {index: known[index]}, trials)
+        numbers = known[index] if known and is_right else _try_region(trace, problem, index, trials.of_block(trace))
+        if numbers is not None:
+            tried[index] = numbers
+    return tried
 
 
 def _right_together(trace: BlockTrace, problem: Problem, values: Mapping[int, Numbers], trials: _Trials) -> bool:
@@ -314,6 +324,7 @@ class _Trials:
     """
 
     small: nn.Module
+    structure: Structure
     want: Reference
     alone: Reference | None = None
     one_by_one: bool = False
@@ -325,15 +336,16 @@ class _Trials:
     def is_right_alone(self, kind: Kind) -> bool:
         if self.alone is None:
             return self.is_right(kind)
-        return self._holds(kind.trace.module, self._table(kind), self.alone)
+        table = self._table(kind)
+        return runs(kind.trace.module, table, self.alone.call) and self._holds(kind.trace.module, table, self.alone)
 
     def may_be_right(self, kind: Kind) -> bool:
         """Of one that is right alone: whether it is in the model, unless that is found out later."""
         return (not self.one_by_one and self.alone is not None) or self.is_right(kind)
 
     def is_right(self, kind: Kind) -> bool:
-        structure, same = find_structure(self.small), signature(kind.trace.module)
-        table = spread(self.small, structure, {same: self._table(kind)}, kind.problem.degree, {})
+        same = signature(kind.trace.module)
+        table = spread(self.small, self.structure, {same: self._table(kind)}, kind.problem.degree, {})
         return self._holds(self.small, table, self.want)
 
     def _table(self, kind: Kind) -> ShardingTable:

@@ -57,6 +57,22 @@ class ProcessTensorGroup:
         return out
 
 
+class LonelyTensorGroup:
+    """The first of ``size`` ranks without the others: shapes are those of a real group, numbers are not."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Nothing is added."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor.detach()] * self.size)
+
+    def reduce_scatter(self, tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].detach().clone()
+
+
 class _Meeting:
     """Where the threads of a simulated group exchange tensors."""
 

@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from shardwise.spec.layout import ParamLayout, chunk_range
 from shardwise.spec.tolerance import relative_error
 from shardwise.tensor.execute import apply_table
-from shardwise.tensor.group import SimulatedTensorGroup
+from shardwise.tensor.group import LonelyTensorGroup, SimulatedTensorGroup
 from shardwise.tensor.table import ShardingTable, Style
 from shardwise.tensor.trace import LENGTH, run
 
@@ -92,6 +92,18 @@ def compare(model: nn.Module, table: ShardingTable, want: Reference) -> Differen
             errors[name] = max(errors.get(name, 0.0), error)
     where = max(errors, key=lambda name: errors[name])
     return Difference(errors[where], where, groups[0].moved)
+
+
+def runs(model: nn.Module, table: ShardingTable, call: Call) -> bool:
+    """Whether the first rank's part of ``model`` runs at all: half the work of :func:`compare`, where most fail."""
+    split = _copied(model)
+    try:
+        layouts = {name: ParamLayout(name, tuple(p.shape)) for name, p in split.named_parameters()}
+        apply_table(split, table, LonelyTensorGroup(table.degree), layouts)
+        call(split)
+    except Exception:  # a forward that insists on another shape
+        return False
+    return True
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -195,6 +195,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_need(memory: fl
         ),
         ({"sequence": 2**20, "rows": 8}, "It fits with data.max_length="),
         ({"tp": 1, "devices": 1}, r"Or take devices of 1\d\d.* GiB"),
+        ({"tp": 1, "devices": 1}, "It fits with adapters in place of all weights: use_lora=true"),
     ],
 )
 def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: str) -> None:
@@ -203,6 +204,19 @@ def test_a_refusal_names_the_cheapest_change(fixed: dict[str, object], words: st
     wanted = job("llama2-7b", devices=devices, rows=rows, **fixed)
     with pytest.raises(PlanError, match=words):
         search(replace(wanted, work=replace(wanted.work, sequence=sequence)))
+
+
+def test_adapters_are_proposed_where_they_fit_and_are_not_there_already() -> None:
+    wanted = job("llama2-7b", devices=1, rows=32, memory=15.0)
+    assert "use_lora" not in str(_refusal(wanted)), "its weights alone fill as much"
+    with_adapters = replace(wanted, costs=adapted(wanted.costs, Lora()))
+    assert "use_lora" not in str(_refusal(replace(with_adapters, memory_bytes=10 * 2**30)))
+
+
+def _refusal(wanted: Job) -> PlanError:
+    with pytest.raises(PlanError, match="the smallest need") as refusal:
+        search(wanted)
+    return refusal.value
 
 
 @pytest.mark.parametrize(

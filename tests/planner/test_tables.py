@@ -96,6 +96,8 @@ def test_fast_links_keep_the_first_table_and_say_what_another_costs() -> None:
     assert first.candidate.tp_whole is None
     tables = answer(wanted, found)["tables"]
     assert [one["chosen"] for one in tables] == [True, *(False for _ in tables[1:])]
+    cut = [one["sequence_parallel"] for one in tables]
+    assert cut == [first.candidate.sequence_parallel, *(False for _ in tables[1:])], "others are described without"
     assert {one["tp_whole"] for one in tables[1:]} == {table.whole for table in wanted.costs.tables}
     for one in tables:
         assert sum(one["time_terms"].values()) == pytest.approx(one["step_seconds"])
