@@ -40,10 +40,13 @@ def data_seconds(parts: Sequence[Placed], layout: Layout, work: Work, cluster: C
     trained = dense_and_expert(parts, layout, trainable=True)
     held = dense_and_expert(parts, layout, trainable=False)
     more = _units(parts) - 1 if work.ours and layout.zero else 0
+    has_experts = any(part.parameters.expert for part, _, _ in parts)
     sums: Any = 0.0
     gathers: Any = 0.0
     strides = (layout.tp, layout.tp * layout.ep if layout.expert_tensor else layout.ep)
     for index, (ranks, stride) in enumerate(zip((layout.data_ranks, layout.expert_data_ranks), strides, strict=True)):
+        if index == 1 and not has_experts:
+            continue
         gradients = trained[index] * work.sent_gradient_bytes
         # FSDP2 gathers frozen weights with the others, in each step anew; others' ZeRO-1 and 2 what was updated.
         weights = (held if layout.zero == 3 or work.ours else trained)[index] * work.sent_weight_bytes

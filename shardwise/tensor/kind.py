@@ -83,12 +83,12 @@ def relative_table(
     for index, mode in enumerate(kind.solution.modes):
         region = kind.problem.regions[index]
         if mode is Mode.SPLIT:
-            params |= {relative(p, kind.block): region.cuts.get(p, ParamCut()) for p in region.params}
+            params |= {relative(p, kind.block): region.cuts.get(p, ParamCut()) for p in sorted(region.params)}
             for module, numbers in kind.values.get(index, {}).items():
                 short = relative(module, kind.block)
                 values[short] = (*values.get(short, ()), *numbers)
         elif mode in (Mode.SHARES, Mode.SLICED):
-            params |= {relative(p, kind.block): ParamCut() for p in region.params}
+            params |= {relative(p, kind.block): ParamCut() for p in sorted(region.params)}
     params |= _bias_cuts(kind, small_block)
     if real is not None:
         modules, params = _with_real_parts(modules, params, small_block, real, sizes)

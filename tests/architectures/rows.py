@@ -124,7 +124,7 @@ def bars(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
         "true sizes": (sum(row.true_sizes in (FIRST, OFFERED) for row in published), len(published)),
         "first at true sizes": (sum(row.true_sizes == FIRST for row in published), len(published)),
         "no more whole": (sum(row.tensor in (SAME, CHEAPER, TRADE) for row in published), len(published)),
-        "none published": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
+        "split without": (sum(row.tensor == NONE_PUBLISHED for row in none), len(none)),
         "pipeline": (sum(row.pipeline == EXACT for row in counted) + len(repeated), len(counted)),
         "hybrid": (sum(row.hybrid in (EXACT, ONE_LENGTH) or REPEATED in row.pipeline for row in counted), len(counted)),
     }

@@ -25,7 +25,7 @@ BARS = [
     ("true sizes", 0.95),
     ("first at true sizes", 0.68),
     ("no more whole", 0.95),
-    ("none published", 0.90),
+    ("split without", 0.90),
     ("pipeline", 0.95),
     ("hybrid", 0.90),
 ]
