@@ -116,7 +116,11 @@ class Tally:
             raise ConfigError(self.refused.first, rule, remedy)
         if not num_learned:
             rule = f"none of {self.num_items} rows has a supervised token, there is nothing to learn"
-            within = f" within {limit}" if self.dropped.count or self.refused.count else ""
+            out, longest = self.dropped.count + self.refused.count, max(self.dropped.longest, self.refused.longest)
+            if out + self.num_bad == self.num_items and out:
+                rule = f"no row is left: {out} of {self.num_items} are longer than {limit}, the longest {longest}"
+                raise ConfigError(name, rule, "Cut them with data.on_long=truncate, or allow longer ones")
+            within = f" within {limit}" if out else ""
             raise ConfigError(name, rule + within, "Look at the rows' labels")
 
     def _bad_rows(self, name: str, *, skip_bad: bool) -> ConfigError:

@@ -242,6 +242,12 @@ def test_a_set_without_any_supervised_token_is_refused_and_a_single_row_is_not(t
     assert len(load(write(tmp_path / "e.jsonl", [masked, {"input_ids": [4]}, {"input_ids": [4, 5]}]))) == 3
 
 
+def test_a_set_of_rows_that_are_all_too_long_is_told_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [1, 2, 3, 4, 5]}])
+    told = refusal(path, max_length=3, on_long="drop", notify=lambda _: None)
+    assert "no row is left: 2 of 2 are longer than data.max_length = 3, the longest 5" in told
+
+
 def test_no_row_survives_a_short_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [{"input_ids": [1, 2, 3]}])
     assert "data.max_length = 2" in refusal(path, max_length=2, on_long="drop", notify=lambda _: None)
