@@ -80,7 +80,7 @@ def test_a_packed_step_has_its_rows_once_and_no_more_places_than_one_rank_would_
     assert layout.micro_batch_size <= split.micro_batch_size
     assert split.min_micro_batches <= layout.num_micro_batches <= plain.num_micro_batches
     fewest = -(-len(best_fit(lengths, 50)) // split.num_data_ranks)
-    # Places are a product: where a pipeline asks for that many micro-batches, each may have one too many but one.
+    # Micro-batches of one size: rounding up leaves a place free in all but one of them at the most.
     is_forced = layout.num_micro_batches == split.min_micro_batches
     groups = layout.num_micro_batches if is_forced else min(layout.num_micro_batches, layout.micro_batch_size)
     assert places <= max(fewest, split.min_micro_batches) + groups - 1

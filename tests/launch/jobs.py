@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -86,6 +87,13 @@ def seconds_until_gone(job: Job, limit: float = 30.0) -> float:
         assert time.monotonic() - start < limit, f"processes left behind: {left}"
         time.sleep(0.02)
     return time.monotonic() - start
+
+
+def free_endpoint() -> str:
+    """Where the launchers of several machines, all on this one, can meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import make_model, make_rows
-from tests.launch.jobs import command
+from tests.launch.jobs import command, free_endpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,9 +37,7 @@ shardwise.Trainer({str(model)!r}, arguments, train_dataset={str(data)!r}, strate
                   callbacks=[Slow()]).train()
 """
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = free_endpoint()
 
     def start(rank: int) -> Any:
         places = ("nnodes=2", f"node_rank={rank}", f"rdzv_endpoint={endpoint}")

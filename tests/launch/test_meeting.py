@@ -21,14 +21,9 @@ from shardwise.launch.machines import Agreement, CameBackError, Machines, Word
 from shardwise.launch.meeting import InterruptedMeetingError, Meeting
 from shardwise.launch.place import Nodes
 from shardwise.train.context import Restart
+from tests.launch.jobs import free_endpoint
 
 AGAIN = Restart(1, 2, 5.0, "rank 1 was killed")
-
-
-def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def meet(machines: list[Meeting], refused: threading.Event | None = None) -> list[object]:

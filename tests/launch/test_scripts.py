@@ -15,7 +15,7 @@ import yaml
 
 from shardwise.spec.tolerance import FP32_LOSS
 from tests.fixtures import make_model, make_rows
-from tests.launch.jobs import LIMIT_SECONDS, Job, command
+from tests.launch.jobs import LIMIT_SECONDS, Job, command, free_endpoint
 from tests.long import EVERYTHING
 from tests.parallel.harness import SGD, Case, reference, strategy
 
@@ -129,9 +129,7 @@ def test_under_torchrun_a_refusal_of_rank_0_reaches_all(inputs: Path, tmp_path: 
 
 
 def test_two_launchers_are_two_machines_of_one_job(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = free_endpoint()
     path, out = write(tmp_path, TRAIN, shard=2), tmp_path / "out"
 
     def start(rank: int) -> Any:
@@ -151,9 +149,7 @@ def test_two_launchers_are_two_machines_of_one_job(inputs: Path, tmp_path: Path,
 
 
 def test_a_command_line_over_two_machines_trains_the_same(inputs: Path, tmp_path: Path, expected: list[float]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = free_endpoint()
     out = tmp_path / "out"
     settings = [f"train.max_steps={STEPS}", "train.optimizer=sgd", f"train.learning_rate={SGD.learning_rate}"]
     settings += ["train.global_batch_size=4", "data.shuffle=false", "pp=2", "tp=1", "dp_replicate=1", "dp_shard=1"]
@@ -322,9 +318,7 @@ def test_a_wrong_number_of_devices_and_a_wrong_trainer_are_refused_before_a_job_
 
 
 def test_a_machine_that_waits_for_another_can_be_stopped(inputs: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = free_endpoint()
     settings = [part for key in ("nnodes=2", f"rdzv_endpoint={endpoint}") for part in ("--set", key)]
     run = ("-m", "shardwise.cli", "run", "--devices", "4", *settings)
     with script(inputs, tmp_path, TRAIN, *run, shard=2) as job:
@@ -439,9 +433,7 @@ class EndsOnce(Callback):
 def test_a_job_of_two_machines_goes_on_after_a_failure_and_a_second_one_is_named_by_both(
     inputs: Path, tmp_path: Path, expected: list[float]
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = free_endpoint()
     ends = "os.kill(os.getpid(), 9) if os.environ['RANK'] == '3' else time.sleep(60)\n"
     path, out = write(tmp_path, dying(3) + ends, shard=2), tmp_path / "out"
 
