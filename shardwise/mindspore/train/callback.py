@@ -76,7 +76,7 @@ class TimeMonitor(_Keys):
 
 
 class CheckpointConfig:
-    """When checkpoints are written, and how many stay.
+    """When checkpoints are written, and how many stay. Arguments without their names come in MindSpore's order.
 
     Args:
         save_checkpoint_steps: a checkpoint every so many steps.
