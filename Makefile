@@ -17,8 +17,9 @@ MODEL := models/SmolLM2-135M-Instruct
 TORCH := torch==2.13.0
 # Chat templates and a tokenizer file for the tests; nothing of these packages is imported.
 TEST_FILES := trl==1.16.0 dashscope==2.0.2
-# Two at a time: most of them wait for imports, which use one core. Those of a file share what they start.
-TEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
+# Two at a time: most of them wait for imports, which use one core. Those of a file share what they start, and files
+# come in the order of tests/conftest.py.
+TEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A stamp lies in the environment that it speaks of, and carries the folder of this clone: another environment, or
 # another clone in the same one, installs again.

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from shardwise.config import NOT_AVAILABLE, apply_overrides
 from shardwise.errors import ConfigError
-from shardwise.spec import rules
+from shardwise.spec import keys, rules
 from shardwise.spec.run import LoraConfig, LrSchedulerConfig, RunConfig
 from tests.test_docs import ROOT, cells, prose
 
@@ -55,7 +55,7 @@ def default_of(key: str) -> Any:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_reference_lists_exactly_the_keys(language: str) -> None:
-    known = rules.known_keys()
+    known = keys.known_keys()
     leaves = [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
     assert sorted(key_rows(language)) == sorted(leaves)
 

@@ -107,6 +107,9 @@ class ParamLayout:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank holds, as few boxes as can be; their ``local`` ranges tile the local tensor in order."""
+        if self.tp_dim is None and self.shard_range is None and all(self.shape):
+            every = tuple((0, size) for size in self.shape)
+            return (Piece(every, every, self.owned),)
         runs = [_runs(self._held(dim), self._foreign(dim), self._window(dim)) for dim in range(len(self.shape))]
         return tuple(
             Piece(tuple(r.whole for r in dims), tuple(r.local for r in dims), self.owned and all(r.owned for r in dims))

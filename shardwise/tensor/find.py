@@ -72,12 +72,14 @@ class TableSearch:
         self._structure = find_structure(model, like=self._small_structure)
         self._want = reference(small)
         self._sizes = {signature(block): block for block in model.get_submodule(self._structure.blocks)}
-        self.kinds: dict[Signature, Kind] = {}
+        drafts: dict[Signature, _Draft] = {}
+        trials = _Trials(small, self._small_structure, self._want)
         for trace in trace_blocks(small, self._small_structure.blocks):
             key = signature(trace.module)
-            if key not in self.kinds and key in self._sizes:
-                trials = _Trials(small, self._small_structure, self._want)
-                self.kinds[key] = _find_kind(trace, self._sizes[key], degree, trials)
+            if key not in drafts and key in self._sizes:
+                drafts[key] = _draft(trace, self._sizes[key], degree, trials)
+        wrong = _wrong_in_model(list(drafts.values()), trials)
+        self.kinds = {key: _solved(_corrected(one, trials) if one in wrong else one) for key, one in drafts.items()}
 
     def tables(self, *, sequence: bool = False, whole: float | None = None) -> tuple[ShardingTable, ShardingTable]:
         """The table of the model, and the same choices on the small copy, where they were proven.
@@ -182,8 +184,23 @@ def _ends(model: nn.Module, structure: Structure) -> dict[str, ModuleSplit]:
     return {} if structure.tied and len(ends) < 2 else ends
 
 
-def _find_kind(trace: BlockTrace, real: nn.Module, degree: int, trials: _Trials) -> Kind:
-    """Solve a block, try what was found, and solve again without what did not run."""
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """A kind of block before it is solved: ``values`` are the numbers of its regions that are right when split."""
+
+    trace: BlockTrace
+    problem: Problem
+    cuts: dict[str, Any]
+    values: dict[int, Numbers]
+
+    @property
+    def forced(self) -> Kind | None:
+        """The kind in which just these regions are split; None where that cannot be."""
+        return _forced(self.trace, self.problem, self.values)
+
+
+def _draft(trace: BlockTrace, real: nn.Module, degree: int, trials: _Trials) -> _Draft:
+    """What can be split in a block, each region tried by itself in the block alone."""
     regions = find_regions(trials.small, trace, degree)
     cuts = {
         p.name: found
@@ -191,13 +208,31 @@ def _find_kind(trace: BlockTrace, real: nn.Module, degree: int, trials: _Trials)
         if not p.is_linear and (found := find_expert_cuts(p.module, p.args, p.kwargs, degree)) is not None
     }
     problem = _problem(trace, regions, cuts, real, degree)
-    values = _numbers_of_regions(trace, problem, trials)
-    if not _right_together(trace, problem, values, trials):
-        values = _numbers_of_regions(trace, problem, replace(trials, one_by_one=True), values)
-    for index, region in enumerate(regions):
+    return _Draft(trace, problem, cuts, _numbers_of_regions(trace, problem, trials))
+
+
+def _wrong_in_model(drafts: Sequence[_Draft], trials: _Trials) -> list[_Draft]:
+    """Those whose split regions, right in the block alone, are wrong in the model: most often none."""
+    split = [draft for draft in drafts if draft.values]
+    if trials.are_right([draft.forced for draft in split]):
+        return []
+    *others, last = split
+    wrong = [draft for draft in others if not trials.are_right([draft.forced])]
+    return wrong if wrong and trials.are_right([last.forced]) else [*wrong, last]
+
+
+def _corrected(draft: _Draft, trials: _Trials) -> _Draft:
+    """With those of its regions that are right in the model, each tried there by itself."""
+    one_by_one = replace(trials, one_by_one=True)
+    return replace(draft, values=_numbers_of_regions(draft.trace, draft.problem, one_by_one, draft.values))
+
+
+def _solved(draft: _Draft) -> Kind:
+    """Solved without the regions that are not right when split."""
+    for index, region in enumerate(draft.problem.regions):
         if region.splittable and not region.is_residual:
-            region.splittable = index in values
-    return Kind(trace.name, trace, problem, cuts, values, solve(problem))
+            region.splittable = index in draft.values
+    return Kind(draft.trace.name, draft.trace, draft.problem, draft.cuts, draft.values, solve(draft.problem))
 
 
 def _numbers_of_regions(
@@ -212,19 +247,11 @@ def _numbers_of_regions(
     for index, region in enumerate(problem.regions):
         if not region.splittable or region.is_residual or (known is not None and index not in known):
             continue
-        is_right = known is not None and _right_together(trace, problem, {index: known[index]}, trials)
+        is_right = known is not None and trials.are_right([_forced(trace, problem, {index: known[index]})])
         numbers = known[index] if known and is_right else _try_region(trace, problem, index, trials.of_block(trace))
         if numbers is not None:
             tried[index] = numbers
     return tried
-
-
-def _right_together(trace: BlockTrace, problem: Problem, values: Mapping[int, Numbers], trials: _Trials) -> bool:
-    """Whether the model with every one of these regions split is that of one process."""
-    if not values:
-        return True
-    kind = _forced(trace, problem, values)
-    return kind is not None and trials.is_right(kind)
 
 
 def _forced(trace: BlockTrace, problem: Problem, values: Mapping[int, Numbers]) -> Kind | None:
@@ -335,18 +362,25 @@ class _Trials:
 
     def is_right_alone(self, kind: Kind) -> bool:
         if self.alone is None:
-            return self.is_right(kind)
+            return self.are_right([kind])
         table = self._table(kind)
         return runs(kind.trace.module, table, self.alone.call) and self._holds(kind.trace.module, table, self.alone)
 
     def may_be_right(self, kind: Kind) -> bool:
         """Of one that is right alone: whether it is in the model, unless that is found out later."""
-        return (not self.one_by_one and self.alone is not None) or self.is_right(kind)
+        return (not self.one_by_one and self.alone is not None) or self.are_right([kind])
 
-    def is_right(self, kind: Kind) -> bool:
-        same = signature(kind.trace.module)
-        table = spread(self.small, self.structure, {same: self._table(kind)}, kind.problem.degree, {})
-        return self._holds(self.small, table, self.want)
+    def are_right(self, kinds: Sequence[Kind | None]) -> bool:
+        """Whether the model with all of these split at once is that of one process; with None among them it is not."""
+        tables: dict[Signature, ShardingTable] = {}
+        for kind in kinds:
+            if kind is None:
+                return False
+            tables[signature(kind.trace.module)] = self._table(kind)
+        if not tables:
+            return True
+        table = spread(self.small, self.structure, tables, next(iter(tables.values())).degree, {})
+        return runs(self.small, table, self.want.call) and self._holds(self.small, table, self.want)
 
     def _table(self, kind: Kind) -> ShardingTable:
         return relative_table(kind, self.small, None)
